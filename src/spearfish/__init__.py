@@ -1,4 +1,13 @@
-"""spearfish: LLM weights that are 2:4-sparse and quantised. Make them, load them, run them."""
+"""spearfish: LLM weights that are 2:4-sparse and quantised. Make them, load them, run them.
+
+The names below are the public ones; everything else may change. `import spearfish` needs torch alone and no GPU:
+`load`, `matmul`, `prepare` and `QuantLinear` are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from spearfish.errors import (
     CompileError,
@@ -23,3 +32,15 @@ __all__ = [
     "UnsupportedError",
     "__version__",
 ]
+
+_LATE: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module 'spearfish' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

