@@ -84,7 +84,7 @@ class Gptq(Format):
         if declared.symmetric and not symmetric:
             raise FormatError(
                 f"{name}: the config says sym, but the zero points are not all in the middle of the range"
-                f" (first field {int(fields[0, 0])}). Is checkpoint_format right? gptq stores zero - 1, gptq_v2 the zero"
+                f" (first field {int(fields[0, 0])}). Is checkpoint_format right? gptq holds zero - 1, gptq_v2 zero"
             )
         scheme = QuantScheme(bits, about.scheme.group_size, symmetric, "dense")
         weight = QuantWeight(
