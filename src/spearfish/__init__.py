@@ -7,7 +7,7 @@ The names below are the public ones; everything else may change. `import spearfi
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spearfish.errors import (
     CompileError,
@@ -19,11 +19,17 @@ from spearfish.errors import (
 )
 from spearfish.scheme import QuantScheme, QuantWeight
 
+if TYPE_CHECKING:
+    from spearfish.integrations.transformers import load
+    from spearfish.kernels.matmul import matmul, prepare
+    from spearfish.nn import QuantLinear
+
 __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
     "FormatError",
+    "QuantLinear",
     "QuantScheme",
     "QuantWeight",
     "QuantizationError",
@@ -31,9 +37,17 @@ __all__ = [
     "SpearfishError",
     "UnsupportedError",
     "__version__",
+    "load",
+    "matmul",
+    "prepare",
 ]
 
-_LATE: dict[str, str] = {}
+_LATE = {
+    "QuantLinear": "spearfish.nn",
+    "load": "spearfish.integrations.transformers",
+    "matmul": "spearfish.kernels.matmul",
+    "prepare": "spearfish.kernels.matmul",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("spearfish").setLevel(level)
     try:
-        app(args=None if arguments is None else list(arguments))
+        app(args=None if arguments is None else list(arguments), prog_name="spearfish")
     except SpearfishError as error:
         if level == "DEBUG":
             raise

@@ -1,0 +1,158 @@
+"""`spearfish generate`, `spearfish evaluate` and `spearfish doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spearfish.cli import diagnosis
+from spearfish.errors import FormatError
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder, of any format.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")]
+
+
+class DType(StrEnum):
+    """What to compute in."""
+
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Compute = Annotated[DType, typer.Option("--dtype", help="Compute in this type; auto: float32 on a CPU, else 16 bit.")]
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[str, typer.Argument(help="The text to answer or go on from; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample among the likeliest, up to this share.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, if it has one.")] = True,
+    device: Device = None,
+    dtype: Compute = DType.auto,
+) -> None:
+    """Answer a prompt.
+
+    The answer goes to standard output, word by word; everything else to standard error.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise FormatError("the prompt is empty")
+    model, tokenizer = open_model(folder, device, dtype)
+
+    import torch
+
+    from spearfish.integrations.transformers import streamer
+
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": text}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    torch.manual_seed(seed)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    sampling |= (
+        {"temperature": temperature, "top_p": top_p} if temperature > 0 else {"temperature": None, "top_p": None}
+    )
+    length = inputs["input_ids"].shape[1]
+    start = time.perf_counter()
+    with torch.inference_mode():
+        tokens = model.generate(
+            **inputs.to(model.device), max_new_tokens=max_new_tokens, streamer=streamer(tokenizer), **sampling
+        )
+    seconds = time.perf_counter() - start
+    new = tokens.shape[1] - length
+    note(f"{new} tokens in {seconds:.1f} s, {new / seconds:.1f} tokens/s")
+
+
+def open_model(folder: Path, device: str | None, dtype: DType) -> tuple[Any, Any]:
+    """Model and tokenizer of a checkpoint folder; says on stderr what it takes."""
+    models = need_models()
+    tokenizer = models.load_tokenizer(existing(folder))
+    import torch
+
+    from spearfish.integrations.transformers import load
+    from spearfish.nn import QuantLinear
+
+    start = time.perf_counter()
+    with models.quiet_transformers():
+        model = load(folder, None if dtype == DType.auto else getattr(torch, dtype), device)
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    total = sum(layer.prepared.nbytes for layer in layers if layer.prepared)
+    paths = sorted({layer.prepared.path for layer in layers if layer.prepared})
+    note(
+        f"loaded in {time.perf_counter() - start:.1f} s: {len(layers)} quantised layers, {total / 2**20:.0f} MiB,"
+        f" {model.dtype} ({'; '.join(paths) or 'no quantised layer'})"
+    )
+    return model, tokenizer
+
+
+def need_models() -> Any:
+    """spearfish.models, after a check that transformers is there to run them."""
+    from spearfish import models
+
+    models.need_transformers("running a model")
+    return models
+
+
+def existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise FormatError(f"{folder} is no folder; wanted one with config.json and .safetensors files")
+    return folder
+
+
+def note(text: str) -> None:
+    """One grey line on stderr."""
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def doctor(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Also say what would run this checkpoint.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same for a machine to read.")] = False,
+) -> None:
+    """Look at this machine: versions, GPU, which paths would run and why others would not, and the plugins' state.
+
+    Exit code 1 if something is broken (not merely absent).
+    """
+    report = diagnosis.examine(None if folder is None else existing(folder))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        print_report(report)
+    if report["broken"]:
+        raise typer.Exit(1)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    console = Console()
+    for title, rows in report.items():
+        if title == "broken" or not rows:
+            continue
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        )
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in rows.items():
+            table.add_row(name, str(text))
+        console.print(table)
+        console.print()
+    for fault in report["broken"]:
+        console.print(f"broken: {fault}", style="red", markup=False)

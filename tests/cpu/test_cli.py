@@ -1,0 +1,195 @@
+"""The command line as a stranger meets it: help, exit codes, one red line for a mistake, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from spearfish import __version__, cli
+from spearfish.cli import diagnosis
+from spearfish.errors import FormatError, UnsupportedError
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command line."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Every command line that has a help of its own."""
+    found, stack = [], [((), typer.main.get_command(cli.app))]
+    while stack:
+        words, command = stack.pop()
+        found.append(words)
+        stack += [((*words, name), below) for name, below in getattr(command, "commands", {}).items()]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words) or "spearfish")
+def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = run(capsys, *words, "-h"), run(capsys, *words, "--help")
+    assert short == long
+    code, out, _ = long
+    assert code == 0
+    assert f"Usage: spearfish {' '.join(words)}".rstrip() in out
+    assert len(out.split()) > 20
+
+
+def test_help_names_every_verb_once(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    first_words = [line.strip("│ ").split(" ")[0] for line in out.splitlines() if line.startswith("│")]
+    for words in commands():
+        if len(words) == 1:
+            assert first_words.count(words[0]) == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"spearfish {__version__}\n", "")
+
+
+def test_no_words_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert code == 2
+    assert "Usage: spearfish" in out + err
+
+
+@pytest.mark.parametrize("words", [("nonsense",), ("doctor", "--nonsense"), ("generate",)])
+def test_wrong_command_line_is_code_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert "Usage: spearfish" in err
+
+
+def with_command(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Give the command line one verb, `fail`, that raises."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+
+    @app.callback()
+    def root() -> None: ...
+
+    @app.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (FormatError("layer 3: [wrong] shape"), "error: layer 3: [wrong] shape\n"),
+        (UnsupportedError("nothing runs this:\n  A: no\n  B: no"), "error: nothing runs this:\n  A: no\n  B: no\n"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), "error: No such file or directory: a/b\n"),
+        (OSError("disk on fire"), "error: disk on fire\n"),
+    ],
+)
+def test_errors_are_one_message(
+    error: Exception, wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_command(monkeypatch, error)
+    assert run(capsys, "fail") == (1, "", wanted)
+
+
+def test_a_long_message_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with_command(monkeypatch, FormatError("word " * 100))
+    assert run(capsys, "fail")[2].count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_command(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fail"])
+
+
+def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEARFISH_LOG", "debug")
+    with_command(monkeypatch, FormatError("bad"))
+    with pytest.raises(FormatError):
+        cli.main(["fail"])
+
+
+def test_unknown_log_level(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEARFISH_LOG", "loud")
+    code, _, err = run(capsys, "doctor")
+    assert code == 1
+    assert err == "error: SPEARFISH_LOG is 'loud', wanted one of debug, info, warning, error\n"
+
+
+def test_the_installed_command_ends_with_the_code(tmp_path: Path) -> None:
+    command = [Path(sys.executable).with_name("spearfish"), "doctor", tmp_path / "nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_doctor_tells_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    code, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["broken"] == []
+    assert report["Versions"]["torch"] == torch.__version__
+    assert report["Versions"]["spearfish"].startswith(__version__)
+    if not torch.cuda.is_available():
+        assert "no GPU that torch can use" in report["Paths"]["2:4 and INT4/INT8 kernels"]
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for title in ("Versions", "GPU", "Paths", "Hosts", "Files"):
+        assert title in out
+
+
+def test_doctor_ends_with_1_when_something_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = diagnosis.installed
+
+    def installed(distribution: str) -> str | None:
+        return "5.2.0" if distribution == "transformers" else real(distribution)
+
+    monkeypatch.setattr(diagnosis, "installed", installed)
+    monkeypatch.setenv("SPEARFISH_KERNEL", "warp")
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "broken: transformers 5.2.0 is too old: pip install 'transformers>=5.16'" in out
+    assert "SPEARFISH_KERNEL is 'warp'" in out
+    code, out, _ = run(capsys, "doctor", "--json", str(tmp_path))
+    assert code == 1
+    assert any(str(tmp_path) in fault for fault in json.loads(out)["broken"])
+
+
+@pytest.mark.parametrize(
+    ("version", "floor", "old"), [("2.9.1", "2.11", True), ("2.11.0+cu130", "2.11", False), ("3.0", "2.11", False)]
+)
+def test_versions_compare_as_numbers(version: str, floor: str, old: bool) -> None:
+    assert diagnosis._older(version, floor) is old
+
+
+def test_doctor_sees_a_broken_vllm_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name, value = "spearfish", "spearfish.integrations.vllm:register"
+
+        def load(self) -> Any:
+            raise ImportError("no such thing")
+
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: object())
+    monkeypatch.setattr(diagnosis.metadata, "entry_points", lambda group: [Entry()])
+    broken: list[str] = []
+    assert diagnosis._vllm(broken) == "the plugin cannot be imported"
+    assert "no such thing" in broken[0]
+    monkeypatch.setattr(Entry, "load", lambda self: None)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    broken.clear()
+    assert diagnosis._vllm(broken) == "the plugin is switched off by VLLM_PLUGINS"
+    assert "add spearfish to it" in broken[0]
