@@ -15,6 +15,7 @@ from spearfish.checkpoint.config import QuantConfig, read_config
 from spearfish.checkpoint.safefile import Entry, check_memory, find_tensors, read_tensor
 from spearfish.errors import FormatError
 from spearfish.formats import FORMATS, transforms
+from spearfish.formats.ct_bitmask import CtSparseBitmask
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantScheme, QuantWeight
 
@@ -32,6 +33,11 @@ _SAMPLE_BYTES = 1 << 20  # of a dense weight, read to see whether it may be 2:4
 def is_embedding(tensor: str) -> bool:
     """Whether a full tensor name looks like an embedding table's."""
     return _EMBEDDING.search(tensor.removesuffix(".weight")) is not None
+
+
+def is_head(module: str) -> bool:
+    """Whether a module is the output head, which stays as it is."""
+    return re.search(r"(^|\.)lm_head$", module) is not None
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,10 @@ class Checkpoint:
         self.config = config
         self.quant = quant
         # safetensors sorts by dtype; people read by layer number.
-        self.entries = dict(sorted(entries.items(), key=lambda item: _natural(item[0])))
+        self.entries = dict(sorted(entries.items(), key=lambda item: natural_order(item[0])))
         self.notes = list(quant.notes)
-        self._modules = _group(self.entries, quant) if quant.format != "dense" else {}
+        # Layer name -> (format, local -> full tensor name); empty for a dense folder, whose layers show by value only.
+        self.modules = _group(self.entries, quant) if quant.format != "dense" else {}
 
     @property
     def format(self) -> str:
@@ -75,13 +82,23 @@ class Checkpoint:
         """The quantised or 2:4 layers by module name."""
         if self.format == "dense":
             return {name: self._dense_info(name) for name in self._dense_24()}
-        return {name: self._info(name, form, local) for name, (form, local) in self._modules.items()}
+        return {name: self.info(name) for name in self.modules}
 
     @cached_property
     def tensor_names(self) -> list[str]:
         """Every tensor that is not part of a layer of `linears`: embeddings, norms, biases, plain weights."""
-        taken = {full for info in self.linears.values() for full in info.tensors.values()}
+        taken = {full for info in self.linears.values() for full in info.tensors.values()}.union(self.companions)
         return [name for name in self.entries if name not in taken]
+
+    @cached_property
+    def companions(self) -> list[str]:
+        """Tensors beside a quantised weight that a weight-only runtime leaves aside: scales of activations."""
+        return [
+            f"{name}.{local}"
+            for name, (form, _) in self.modules.items()
+            for local in sorted(FORMATS[form].companions - {"bias"})
+            if f"{name}.{local}" in self.entries
+        ]
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor by its full name."""
@@ -93,19 +110,34 @@ class Checkpoint:
         """The weight of one layer, checked, cropped to its true size, and marked 2:4 if its values are."""
         info = self._linear(name)
         check_memory(4 * info.n * info.k, f"{name} decoded")
-        weight = FORMATS[info.format].decode(self._read(info.tensors), self.quant.of(name), name)
+        weight = self.decode(name, self.read_layer(name))
         shape = self.quant.layer(name).get("shape")
         if shape is not None:
             weight = transforms.crop(weight, shape[0], shape[1], name)
         return transforms.find_24(weight)
 
+    def read_layer(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of one layer by local name."""
+        tensors = self.modules[name][1] if name in self.modules else {"weight": f"{name}.weight"}
+        return {local: read_tensor(self.entries[full], full) for local, full in tensors.items()}
+
+    def decode(self, name: str, tensors: dict[str, torch.Tensor]) -> QuantWeight:
+        """What a layer's stored tensors mean, as its format says: not cropped, no pattern looked for."""
+        form = self.modules[name][0] if name in self.modules else "dense"
+        return FORMATS[form].decode(tensors, self.quant.of(name), name)
+
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The layer's weight [n, k] dequantised, also for the unstructured files that have no `QuantWeight`."""
         info = self._linear(name)
-        if info.format == "ct-sparse-bitmask":
-            values: torch.Tensor = FORMATS[info.format].values(self._read(info.tensors), name)  # type: ignore[attr-defined]
-            return values.to(dtype)
+        if info.format == CtSparseBitmask.name:
+            return self.values(name).to(dtype)
         return dequantize(self.weight(name), dtype)
+
+    def values(self, name: str) -> torch.Tensor:
+        """The float matrix [n, k] of a layer of the unstructured sparse-bitmask format, which need not be 2:4."""
+        info = self._linear(name)
+        check_memory(4 * info.n * info.k, f"{name} decoded")
+        return CtSparseBitmask().values(self.read_layer(name), name)
 
     def plain_linears(self) -> Iterator[str]:
         """Modules with a 2-D float `weight` that are neither in `linears` nor embeddings: layers left unquantised."""
@@ -120,10 +152,9 @@ class Checkpoint:
             raise FormatError(f"{self.path}: no quantised or 2:4 layer {name}; there are {len(self.linears)} of them")
         return info
 
-    def _read(self, tensors: dict[str, str]) -> dict[str, torch.Tensor]:
-        return {local: read_tensor(self.entries[full], full) for local, full in tensors.items()}
-
-    def _info(self, name: str, form: str, tensors: dict[str, str]) -> LinearInfo:
+    def info(self, name: str) -> LinearInfo:
+        """Size and scheme of one quantised layer, from headers and config."""
+        form, tensors = self.modules[name]
         # Shapes decide, so meta tensors stand for the data; only a stored shape is small enough to be read here.
         views = {
             local: read_tensor(entry, full)
@@ -151,6 +182,7 @@ class Checkpoint:
             and _is_matrix(entry)
             and entry.shape[1] % 4 == 0
             and not is_embedding(full)
+            and not is_head(full.removesuffix(".weight"))
             and self.sample_violations(full) == 0
         ]
 
@@ -170,19 +202,26 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises FormatError for a folder that is damaged or contradicts itself, UnsupportedError for a format not read.
     """
+    checkpoint = open_folder(path)
+    if checkpoint.format != "dense":
+        # Describes every layer, so that a contradiction comes out here and not in the middle of a long job.
+        _ = checkpoint.linears
+    return checkpoint
+
+
+def open_folder(path: str | Path) -> Checkpoint:
+    """`open_checkpoint` without a look at the single layers: what `verify` needs, to report every bad one."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         hint = "; give the folder that holds it" if folder.is_file() else "; a hub model must be downloaded first"
         raise FormatError(f"{folder}: no such folder{hint}")
     config, quant = read_config(folder)
     checkpoint = Checkpoint(folder, config, quant, find_tensors(folder))
-    if quant.format != "dense":
-        if not checkpoint.linears:
-            raise FormatError(
-                f"{folder}: {quant.where} says {quant.format}, but no layer has"
-                f" {', '.join(sorted(FORMATS[quant.format].markers))}"
-            )
-        checkpoint.linears  # noqa: B018  # describes every layer, so that contradictions come out now
+    if quant.format != "dense" and not checkpoint.modules:
+        raise FormatError(
+            f"{folder}: {quant.where} says {quant.format}, but no layer has"
+            f" {', '.join(sorted(FORMATS[quant.format].markers))}"
+        )
     return checkpoint
 
 
@@ -212,7 +251,7 @@ def _group(entries: dict[str, Entry], quant: QuantConfig) -> dict[str, tuple[str
     return grouped
 
 
-def _natural(name: str) -> list[tuple[bool, int | str]]:
+def natural_order(name: str) -> list[tuple[bool, int | str]]:
     """A sort key by which layer 10 follows layer 9."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 

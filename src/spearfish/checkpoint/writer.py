@@ -191,6 +191,11 @@ class CheckpointWriter:
         (self._temp / "README.md").write_text(card, encoding="utf-8")
         self._publish()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors added so far."""
+        return self._pending_bytes + sum(sum(shard.values()) for shard in self._shards)
+
     def extended(self) -> list[str]:
         """Why only spearfish runs this folder, each reason once with the number of layers."""
         counts = Counter(reason for layer in self.layers.values() for reason in layer.extensions)

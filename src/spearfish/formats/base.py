@@ -60,6 +60,10 @@ class Declared:
     ours: bool = False
     k: int | None = None
 
+    def as_ours(self) -> Declared:
+        """The same said by a file of our own writing."""
+        return replace(self, ours=True)
+
 
 @dataclass(frozen=True)
 class LayerFacts:

@@ -205,3 +205,32 @@ def _value_dtype(dense: torch.Tensor) -> torch.Tensor:
             raise ShapeError("float64 values that float32 cannot hold exactly")
         return wide
     return wide.to(torch.float16)
+
+
+def to_values(weight: QuantWeight, dtype: torch.dtype, name: str = "weight") -> QuantWeight:
+    """A quantised 2:4 weight as 16-bit (or fp32) values in `dtype`, each rounded once. Lossy unless fp32.
+
+    Raises ShapeError if a value leaves the range of `dtype`.
+    """
+    if weight.positions is None:
+        raise ShapeError(f"{name}: not a 2:4 weight")
+    values = sparse24.compress(dequantize(weight), weight.positions)
+    return QuantWeight(QuantScheme(16), in_range(values, dtype, name), positions=weight.positions)
+
+
+def in_range(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The values in `dtype`. Raises ShapeError if a finite one becomes infinite."""
+    cast = values.to(dtype)
+    lost = int((~cast.isfinite()).sum())
+    if lost:
+        raise ShapeError(
+            f"{name}: {lost} values (up to {float(values.abs().max()):.4g}) leave the range of"
+            f" {str(dtype).removeprefix('torch.')}; use --dtype bfloat16 or float32"
+        )
+    return cast
+
+
+def reproject_values(dense: torch.Tensor) -> QuantWeight:
+    """The nearest 16-bit 2:4 weight of a dense float matrix [n, k]: the two largest of every quad. Lossy."""
+    positions = sparse24.positions_of_mask(sparse24.magnitude_mask(dense.float().abs()))
+    return QuantWeight(QuantScheme(16), sparse24.compress(_value_dtype(dense), positions), positions=positions)

@@ -1,0 +1,111 @@
+"""Say what a checkpoint is: format, layers, measured sparsity, sizes, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spearfish import sparse24
+from spearfish.checkpoint.hosts import hosts
+from spearfish.checkpoint.reader import open_checkpoint
+from spearfish.errors import FormatError
+from spearfish.formats import FORMATS, transforms
+from spearfish.formats.ct_bitmask import CtSparseBitmask
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One linear layer. `zeros` is the share of weights that are exactly zero and `spoilt` the share of groups of four
+    with more than two non-zeros, both None if the values were not read; `sparsity` is then what the file says."""
+
+    name: str
+    n: int
+    k: int
+    format: str
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    act_order: bool
+    sparsity: str
+    nbytes: int
+    bits_per_weight: float
+    zeros: float | None = None
+    spoilt: float | None = None
+
+
+@dataclass
+class Inspection:
+    """A checkpoint in numbers. Bytes count tensors, not files."""
+
+    path: str
+    format: str
+    title: str
+    where: str
+    layers: list[LayerRow] = field(default_factory=list)
+    plain_linears: list[str] = field(default_factory=list)
+    extended: list[str] = field(default_factory=list)
+    runs_on: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    linear_bytes: int = 0
+    other_bytes: int = 0
+    weights: int = 0
+    bits_per_weight: float = 0.0
+    measured: bool = True
+
+
+def inspect(
+    path: str | Path, measure: bool = True, progress: Callable[[str, int, int], None] | None = None
+) -> Inspection:
+    """Open a checkpoint and describe it. With `measure` every layer is read, one at a time, to count its zeros."""
+    checkpoint = open_checkpoint(path)
+    quant = checkpoint.quant
+    result = Inspection(str(path), checkpoint.format, FORMATS[checkpoint.format].title, quant.where, measured=measure)
+    infos = list(checkpoint.linears.values())
+    reasons: list[str] = []
+    for i, info in enumerate(infos, 1):
+        if progress is not None:
+            progress(info.name, i, len(infos))
+        scheme, act_order, zeros, spoilt = info.scheme, bool(quant.of(info.name).act_order), None, None
+        if measure and info.format == CtSparseBitmask.name:
+            mask = checkpoint.values(info.name) != 0
+        elif measure:
+            try:
+                weight = checkpoint.weight(info.name)
+            except FormatError:
+                if info.format != "dense":
+                    raise
+                mask = checkpoint.tensor(info.tensors["weight"]).float() != 0
+            else:
+                scheme, act_order, mask = weight.scheme, weight.group_index is not None, transforms.nonzero(weight)
+        if measure:
+            zeros = 1 - float(mask.double().mean())
+            spoilt = float(sparse24.violations(mask).double().mean()) if info.k % 4 == 0 else 1.0
+        sparsity = scheme.sparsity if spoilt is None else "2:4" if spoilt == 0 else "dense"
+        reasons += FORMATS[info.format].extensions(info.n, info.k, scheme)
+        result.layers.append(
+            LayerRow(
+                info.name,
+                info.n,
+                info.k,
+                info.format,
+                info.bits,
+                scheme.group_size,
+                scheme.symmetric,
+                act_order,
+                sparsity,
+                info.nbytes,
+                8 * info.nbytes / (info.n * info.k),
+                zeros,
+                spoilt,
+            )
+        )
+    result.plain_linears = list(checkpoint.plain_linears())
+    result.extended = list(quant.extended) or sorted(set(reasons))
+    result.runs_on = hosts(checkpoint.format, bool(result.extended))
+    result.notes = checkpoint.notes
+    result.weights = sum(row.n * row.k for row in result.layers)
+    result.linear_bytes = sum(row.nbytes for row in result.layers)
+    result.other_bytes = sum(entry.nbytes for entry in checkpoint.entries.values()) - result.linear_bytes
+    result.bits_per_weight = 8 * result.linear_bytes / result.weights if result.weights else 0.0
+    return result
