@@ -10,14 +10,17 @@ dequantised once into the compute dtype and the library's own product. `Prepared
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from spearfish import reference
 from spearfish.errors import ShapeError, UnsupportedError
-from spearfish.kernels.prepare import PreparedWeight, to_stream, why_no_stream
-from spearfish.scheme import QuantWeight
+from spearfish.kernels.choose import choose
+from spearfish.kernels.config import Bound, Problem, chip_of
+from spearfish.kernels.prepare import TILE_K, PreparedWeight, from_stream, to_stream, why_no_stream
+from spearfish.scheme import QuantScheme, QuantWeight
 
 # Values dequantised at a time, so that the float32 intermediates stay small beside the result.
 _DENSE_CHUNK = 1 << 24
@@ -98,10 +101,192 @@ def matmul(
     Differentiable with respect to x. Raises ShapeError if x, bias or out do not fit the weight.
     """
     _check(x, prepared, bias, out)
-    if prepared.dense is None:
-        raise UnsupportedError("the GPU kernels are not part of this build")
-    y = functional.linear(x, prepared.dense, bias)
-    return y if out is None else out.copy_(y)
+    if prepared.dense is not None:
+        y = functional.linear(x, prepared.dense, bias)
+        return y if out is None else out.copy_(y)
+    if out is not None:
+        _run(x, prepared.stream, prepared.column_scale, bias, out, *_facts(prepared))
+        return out
+    result: torch.Tensor = _op(x, prepared.stream, prepared.column_scale, bias, *_facts(prepared))
+    return result
+
+
+# --------------------------------------------------------------------------------------------------- the torch op
+
+# What the op is told of a prepared weight besides its tensors: kind, n, k, granules, has_zeros, batch_invariant.
+Facts = tuple[str, int, int, int, bool, bool]
+_FACTS = "str kind, int n, int k, int granules, bool has_zeros, bool batch_invariant"
+_DTYPES = {torch.float16: False, torch.bfloat16: True}
+
+_library = torch.library.Library("spearfish", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    f"matmul(Tensor x, Tensor stream, Tensor? column_scale, Tensor? bias, {_FACTS}) -> Tensor"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    f"dequantize(Tensor like, Tensor stream, Tensor? column_scale, {_FACTS}) -> Tensor"
+)
+
+# Bound launches by everything that they depend on. Serving meets many m; the oldest are let go.
+_bound: dict[tuple[object, ...], Bound] = {}
+_BOUND_MOST = 4096
+
+
+def _facts(prepared: PreparedWeight) -> Facts:
+    return (
+        prepared.kind,
+        prepared.n,
+        prepared.k,
+        prepared.granules,
+        prepared.has_zeros,
+        prepared.batch_invariant,
+    )
+
+
+def _run(
+    x: torch.Tensor,
+    stream: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *facts: object,
+) -> None:
+    """Enqueue x · weightᵀ + bias into `out` on torch's current stream of the device."""
+    k = x.shape[-1]
+    if x.dim() != 2:
+        x = x.reshape(-1, k)
+    m = x.shape[0]
+    if m == 0 or stream is None:
+        return
+    if k % 8:
+        x = functional.pad(x, (0, -k % 8))
+    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    device = x.get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            _run(x, stream, column_scale, bias, out, *facts)
+        return
+    key = (device, x.dtype, m, *facts)
+    bound = _bound.get(key)
+    if bound is None:
+        bound = _bind(device, x.dtype, m, *facts)  # type: ignore[arg-type]  # facts is a Facts
+        while len(_bound) >= _BOUND_MOST:
+            del _bound[next(iter(_bound))]
+        _bound[key] = bound
+    bound(x, stream, column_scale, bias, out)
+
+
+def _bind(
+    device: int,
+    dtype: torch.dtype,
+    m: int,
+    kind: str,
+    n: int,
+    k: int,
+    granules: int,
+    has_zeros: bool,
+    batch_invariant: bool,
+) -> Bound:
+    problem = Problem(kind, _DTYPES[dtype], m, n, k, granules, has_zeros, batch_invariant)
+    family, config = choose(problem, chip_of(device), kernel_choice())
+    return family.bind(config, problem, device)
+
+
+@torch.library.impl(_library, "matmul", "CUDA")
+def _matmul_cuda(
+    x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    n: int = facts[1]  # type: ignore[assignment]  # facts is a Facts
+    out = x.new_empty((*x.shape[:-1], n))
+    _run(x, stream, column_scale, bias, out, *facts)
+    return out
+
+
+@torch.library.register_fake("spearfish::matmul", lib=_library)  # type: ignore[untyped-decorator]
+def _matmul_fake(
+    x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    n: int = facts[1]  # type: ignore[assignment]  # facts is a Facts
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.impl(_library, "matmul", "CPU")
+def _matmul_cpu(
+    x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    """The same product the slow way, from the same stream: what tests on a CPU compare with."""
+    weight = _weight_of(x.dtype, stream, column_scale, *facts)  # type: ignore[arg-type]  # facts is a Facts
+    return functional.linear(x, _dequantize_in_chunks(weight, x.device, x.dtype), bias)
+
+
+@torch.library.impl(_library, "dequantize", "CompositeExplicitAutograd")
+def _dequantize(
+    like: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    """Dense [n, k] in the dtype of `like`, for the gradient with respect to x."""
+    weight = _weight_of(like.dtype, stream, column_scale, *facts)  # type: ignore[arg-type]  # facts is a Facts
+    return _dequantize_in_chunks(weight, like.device, like.dtype)
+
+
+def _weight_of(
+    dtype: torch.dtype,
+    stream: torch.Tensor,
+    column_scale: torch.Tensor | None,
+    kind: str,
+    n: int,
+    k: int,
+    granules: int,
+    has_zeros: bool,
+    batch_invariant: bool,
+) -> QuantWeight:
+    """The neutral weight of a stream, with one group for every granule."""
+    bits = {"int4": 4, "int8": 8, "f16": 16}[kind.removesuffix("_24")]
+    group = TILE_K // granules if granules else None
+    scheme = QuantScheme(bits, group, not has_zeros, "2:4" if kind.endswith("_24") else "dense")
+    return from_stream(
+        PreparedWeight(
+            scheme,
+            n,
+            k,
+            dtype,
+            "",
+            batch_invariant,
+            stream=stream,
+            column_scale=column_scale,
+            granules=granules,
+            has_zeros=has_zeros,
+        )
+    )
+
+
+@torch.library.register_fake("spearfish::dequantize", lib=_library)  # type: ignore[untyped-decorator]
+def _dequantize_fake(
+    like: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    _, n, k, *_ = facts
+    return like.new_empty((n, k))  # type: ignore[arg-type]  # facts is a Facts
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, stream, column_scale, bias, *facts = inputs
+    ctx.save_for_backward(x, stream, column_scale)
+    ctx.facts, ctx.has_bias = facts, bias is not None
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    x, stream, column_scale = ctx.saved_tensors
+    if ctx.needs_input_grad[2]:
+        raise UnsupportedError("the weight of a quantised layer is frozen: its scales cannot have a gradient")
+    to_x = to_bias = None
+    if ctx.needs_input_grad[0]:
+        to_x = gradient @ torch.ops.spearfish.dequantize(x, stream, column_scale, *ctx.facts)
+    if ctx.has_bias and ctx.needs_input_grad[3]:
+        to_bias = gradient.flatten(0, -2).sum(0) if gradient.dim() > 1 else gradient
+    return (to_x, None, None, to_bias, *(None for _ in ctx.facts))
+
+
+torch.library.register_autograd("spearfish::matmul", _backward, setup_context=_remember, lib=_library)
+_op = torch.ops.spearfish.matmul.default
 
 
 def _check(x: torch.Tensor, prepared: PreparedWeight, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:

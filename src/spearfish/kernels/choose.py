@@ -1,0 +1,50 @@
+"""Which kernel runs a product: of all candidates of all families, the legal one that its family thinks cheapest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module, util
+from typing import Any
+
+from spearfish.errors import UnsupportedError
+from spearfish.kernels.config import Chip, Family, Problem
+
+# Modules of this package with a FAMILY. A family is tried on every chip and says itself where it cannot run.
+FAMILY_MODULES = ("hopper", "portable")
+
+
+@lru_cache(maxsize=1)
+def families() -> tuple[Family, ...]:
+    """All families that are there."""
+    names = (f"spearfish.kernels.{name}" for name in FAMILY_MODULES)
+    return tuple(import_module(name).FAMILY for name in names if util.find_spec(name) is not None)
+
+
+def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, Any]:
+    """The family and configuration for `problem`; `only` names one family, "auto" takes any.
+
+    Raises UnsupportedError that lists why each candidate cannot run.
+    """
+    best: tuple[float, Family, Any] | None = None
+    reasons: list[str] = []
+    for family in families():
+        if only not in ("auto", family.name):
+            reasons.append(f"{family.name}: SPEARFISH_KERNEL asks for {only}")
+            continue
+        options = family.candidates(problem, chip)
+        if not options:
+            reasons.append(f"{family.name}: no configuration for {problem.kind} on {chip.arch}")
+        for option in options:
+            reason = family.why_not(option, problem, chip)
+            if reason is not None:
+                reasons.append(f"{family.name}: {reason}")
+                continue
+            cost = family.microseconds(option, problem, chip)
+            if best is None or cost < best[0]:
+                best = (cost, family, option)
+    if best is None:
+        words = "\n  ".join(dict.fromkeys(reasons))
+        raise UnsupportedError(
+            f"no kernel for {problem.kind} [n={problem.n}, k={problem.k}] with {problem.m} tokens:\n  {words}"
+        )
+    return best[1], best[2]

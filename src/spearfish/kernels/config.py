@@ -1,0 +1,275 @@
+"""What a kernel is asked to do, on which chip, and how it may be cut: plain frozen facts, no CUDA.
+
+`Problem` and `Chip` are shared by every family of kernels. A family offers what `Family` lists; `choose.py` picks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from spearfish.kernels.jit import Variant, architecture
+from spearfish.kernels.prepare import TILE_K, TILE_N, scale_bytes, tile_bytes
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU as the kernels see it. Shared memory in bytes; bandwidth in GB/s and rate in dense TFLOP/s of mma.sync,
+    both as sustained, needed only to weigh one configuration against another."""
+
+    arch: str
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    bandwidth: float
+    rate: float
+
+    @property
+    def capability(self) -> int:
+        """80 for sm_80, 90 for sm_90a."""
+        return int(self.arch.removeprefix("sm_").rstrip("af"))
+
+
+# One chip for each architecture that is compiled ahead of time: A100, A10, RTX 4090, H200, B200, RTX 5090. The last
+# four numbers of a chip at hand are read off it, but for bandwidth and rate.
+CHIPS = {
+    chip.arch: chip
+    for chip in (
+        Chip("sm_80", 108, 163 << 10, 164 << 10, 1400, 260),
+        Chip("sm_86", 72, 99 << 10, 100 << 10, 520, 110),
+        Chip("sm_89", 128, 99 << 10, 100 << 10, 900, 280),
+        Chip("sm_90", 132, 227 << 10, 228 << 10, 4300, 600),
+        Chip("sm_100", 148, 227 << 10, 228 << 10, 6500, 800),
+        Chip("sm_120", 170, 99 << 10, 100 << 10, 1600, 380),
+    )
+}
+
+
+@lru_cache(maxsize=64)
+def chip_of(device: int) -> Chip:
+    """The chip of a CUDA device."""
+    arch = architecture(device)
+    facts = torch.cuda.get_device_properties(device)
+    known = CHIPS.get(arch) or CHIPS[max((a for a in CHIPS if _number(a) <= _number(arch)), key=_number)]
+    share = facts.multi_processor_count / known.multiprocessors
+    return Chip(
+        arch,
+        facts.multi_processor_count,
+        getattr(facts, "shared_memory_per_block_optin", known.shared_per_block),
+        getattr(facts, "shared_memory_per_multiprocessor", known.shared_per_multiprocessor),
+        known.bandwidth * share,
+        known.rate * share,
+    )
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product: m tokens with a weight [n, k] of some kind, as its tile stream has it."""
+
+    kind: str
+    bf16: bool
+    m: int
+    n: int
+    k: int
+    granules: int
+    has_zeros: bool
+    batch_invariant: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.kind.endswith("_24")
+
+    @property
+    def bits(self) -> int:
+        return {"int4": 4, "int8": 8, "f16": 16}[self.kind.removesuffix("_24")]
+
+    @property
+    def n_tiles(self) -> int:
+        return -(-self.n // TILE_N)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.k // TILE_K)
+
+    @property
+    def tile_bytes(self) -> int:
+        return tile_bytes(self.kind, self.granules, self.has_zeros)
+
+    @property
+    def weight_macros(self) -> tuple[tuple[str, int], ...]:
+        """The macros of common.cuh."""
+        return (("BITS", self.bits), ("SPARSE", int(self.is_sparse)), ("BF16", int(self.bf16)))
+
+
+# x [m, k] with unit stride along k, tile stream, scale per column, bias, y [m, n] contiguous: enqueue the product.
+Bound = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
+
+
+class Family(Protocol):
+    """A kernel with its configurations. Configurations are frozen, hashable and print well."""
+
+    name: str
+
+    def candidates(self, problem: Problem, chip: Chip) -> Sequence[Any]:
+        """Every configuration worth weighing for this problem, legal or not."""
+
+    def why_not(self, config: Any, problem: Problem, chip: Chip) -> str | None:
+        """Why `config` cannot run `problem` on `chip`, or None."""
+
+    def microseconds(self, config: Any, problem: Problem, chip: Chip) -> float:
+        """Estimated time of a launch."""
+
+    def bind(self, config: Any, problem: Problem, device: int) -> Bound:
+        """Compile (or find) and load the kernel, and bind all that does not change from call to call."""
+
+    def variants(self, arch: str) -> Sequence[Variant]:
+        """All variants that may be used on `arch`, to compile ahead of time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a block of the portable kernel is cut; the macros of portable.cu.
+
+    A warp has 16 * slices rows of n and block_m / warps_m tokens; warps_k layers of warps share out k. Up to `stages`
+    stages of warps_k k tiles are in flight, with room for `blocks` blocks on a multiprocessor.
+    """
+
+    block_m: int
+    slices: int
+    warps_n: int
+    warps_m: int
+    warps_k: int
+    stages: int
+    blocks: int
+
+    @property
+    def block_n(self) -> int:
+        return 16 * self.slices * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_m * self.warps_k
+
+    def stage_bytes(self, weight_tile_bytes: int) -> int:
+        """Shared memory of one stage: weights and x."""
+        return self.warps_k * (self.block_n // TILE_N * weight_tile_bytes + self.block_m * TILE_K * 2)
+
+    def shared_bytes(self, weight_tile_bytes: int) -> int:
+        """Shared memory of a block: the ring, which the sums of the layers reuse at the end."""
+        sums = (self.warps_k - 1) * self.block_n * self.block_m * 4
+        return max(self.stages * self.stage_bytes(weight_tile_bytes), sums)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """A shape, and the number of blocks that share out the k of one tile of y."""
+
+    shape: Shape
+    splits: int = 1
+
+    def __str__(self) -> str:
+        s = self.shape
+        return (
+            f"{s.block_m} x {s.block_n} tokens x rows, warps {s.warps_m} x {s.warps_n} x {s.warps_k}"
+            f" (m, n, k), {s.stages} stages, k in {self.splits}"
+        )
+
+
+# block_m, slices, warps_n, warps_m, warps_k, stages, blocks. The number of stages is a wish: `shapes` takes what fits.
+_SPARSE_SHAPES = (
+    Shape(8, 1, 4, 1, 4, 4, 2),
+    Shape(16, 1, 8, 1, 2, 4, 2),
+    Shape(32, 2, 4, 1, 2, 4, 2),
+    Shape(64, 2, 4, 1, 2, 4, 1),
+    Shape(128, 4, 4, 2, 1, 4, 1),
+)
+# The dense twin has twice the fragments to unpack: fewer rows for a warp of the largest shape, one block for the small.
+_DENSE_SHAPES = (
+    Shape(16, 1, 8, 1, 2, 4, 1),
+    Shape(64, 2, 4, 1, 2, 4, 1),
+    Shape(128, 2, 4, 2, 1, 4, 1),
+)
+# Shapes that sum over k in the same order as one another, whatever their block_m.
+_INVARIANT_WARPS_K = 2
+
+
+def widest_tile(kind: str) -> int:
+    """Bytes of the largest tile of a kind: four rows of scales and of zero points."""
+    return tile_bytes(kind, 0, False) + (0 if kind.startswith("f16") else 2 * scale_bytes(4))
+
+
+@lru_cache(maxsize=256)
+def shapes(kind: str, chip: Chip) -> tuple[Shape, ...]:
+    """The shapes of a kind of weight on a chip, with as many stages as its shared memory holds; those that do not get
+    two stages are left out."""
+    fitting = []
+    for shape in _SPARSE_SHAPES if kind.endswith("_24") else _DENSE_SHAPES:
+        room = min(chip.shared_per_block, chip.shared_per_multiprocessor // shape.blocks - 1024)
+        stages = min(shape.stages, room // shape.stage_bytes(widest_tile(kind)))
+        if stages < 2:  # one block then, or not at all
+            stages = min(shape.stages, chip.shared_per_block // shape.stage_bytes(widest_tile(kind)))
+        if stages >= 2:
+            fitting.append(Shape(**{**shape.__dict__, "stages": stages}))
+    return tuple(fitting)
+
+
+def candidates(problem: Problem, chip: Chip) -> list[KernelConfig]:
+    """All ways to cut `problem`: every shape, and k in powers of two and a few more parts while the chip has room."""
+    found = []
+    for shape in shapes(problem.kind, chip):
+        if problem.batch_invariant and shape.warps_k != _INVARIANT_WARPS_K:
+            continue
+        steps = -(-problem.k_tiles // shape.warps_k)
+        tiles = -(-problem.n // shape.block_n) * -(-problem.m // shape.block_m)
+        most = min(32, steps, max(1, 3 * chip.multiprocessors * shape.blocks // tiles))
+        if problem.batch_invariant:
+            parts = {invariant_splits(problem, chip)}
+        else:
+            parts = {s for s in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32) if s <= most}
+        found += [KernelConfig(shape, splits) for splits in sorted(parts)]
+    return found
+
+
+def invariant_splits(problem: Problem, chip: Chip) -> int:
+    """The split of k of a batch-invariant product: a function of n and k alone, about two blocks of 128 rows for each
+    multiprocessor at few tokens."""
+    blocks = -(-problem.n // 128)
+    return max(1, min(8, problem.k_tiles // 4, 2 * chip.multiprocessors // blocks))
+
+
+def why_not(config: KernelConfig, problem: Problem, chip: Chip) -> str | None:
+    """Why the portable kernel cannot run `problem` as `config` on `chip`, or None."""
+    shape, shared = config.shape, config.shape.shared_bytes(problem.tile_bytes)
+    if chip.capability < 80:
+        return f"{chip.arch} is older than sm_80, which brought the sparse tensor cores and asynchronous copies"
+    if shared > chip.shared_per_block:
+        return f"{config} needs {shared} bytes of shared memory, {chip.arch} has {chip.shared_per_block}"
+    if config.splits > problem.k_tiles:
+        return f"{config} splits {problem.k_tiles} k tiles into {config.splits}"
+    if problem.batch_invariant and (
+        shape.warps_k != _INVARIANT_WARPS_K or config.splits != invariant_splits(problem, chip)
+    ):
+        return f"{config} sums over k in another order than the batch-invariant mode"
+    return None
+
+
+def macros(shape: Shape, problem: Problem) -> tuple[tuple[str, int], ...]:
+    """All macros of portable.cu."""
+    return (
+        *problem.weight_macros,
+        ("BLOCK_M", shape.block_m),
+        ("SLICES", shape.slices),
+        ("WARPS_N", shape.warps_n),
+        ("WARPS_M", shape.warps_m),
+        ("WARPS_K", shape.warps_k),
+        ("STAGES", shape.stages),
+        ("MIN_BLOCKS", shape.blocks),
+    )

@@ -1,0 +1,147 @@
+"""The portable kernel (cuda/portable.cu) as a family: its cost, its launch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from spearfish.kernels import config as cut
+from spearfish.kernels import jit
+from spearfish.kernels.config import Bound, Chip, KernelConfig, Problem, Shape
+from spearfish.kernels.prepare import KINDS, TILE_N, scale_bytes
+
+SOURCE = "portable.cu"
+ENTRY = "portable"
+
+# struct Params: eight pointers and a ticket among them, the row stride of x, fourteen ints.
+_PER_CALL = struct.Struct("<8Qq")
+_FIXED = struct.Struct("<14i")
+
+# A flag of the cross-block sum is raised with a ticket that no call had before, from a random start: so even flags in
+# memory that was never cleared (inside a graph) cannot be taken for raised ones.
+_tickets = itertools.count(secrets.randbits(62) + 1)
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def workspace(device: int, size: int) -> torch.Tensor:
+    """uint8 [>= size] for one launch on torch's current stream of `device`; every launch leaves its flags cleared.
+
+    One for each stream, grown when needed: launches of one stream follow each other. A graph gets its own from its
+    own pool, since it may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+    key = (device, jit.current_stream(device))
+    found = _workspaces.get(key)
+    if found is None or found.numel() < size:
+        found = _workspaces[key] = torch.zeros(max(size, 1 << 20), dtype=torch.uint8, device=f"cuda:{device}")
+    return found
+
+
+class PortableFamily:
+    """mma.sync kernels for sm_80 and up."""
+
+    name = "portable"
+
+    def candidates(self, problem: Problem, chip: Chip) -> Sequence[KernelConfig]:
+        return cut.candidates(problem, chip)
+
+    def why_not(self, config: KernelConfig, problem: Problem, chip: Chip) -> str | None:
+        return cut.why_not(config, problem, chip)
+
+    def microseconds(self, config: KernelConfig, problem: Problem, chip: Chip) -> float:
+        """A few straight lines: whole waves of blocks, each as slow as the slowest of memory, tensor cores and L2."""
+        shape = config.shape
+        n_blocks, m_blocks = -(-problem.n // shape.block_n), -(-problem.m // shape.block_m)
+        blocks = n_blocks * m_blocks * config.splits
+        stages = math.ceil(math.ceil(problem.k_tiles / config.splits) / shape.warps_k)
+        resident = min(shape.blocks, max(1, -(-blocks // chip.multiprocessors)))
+        waves = -(-blocks // (chip.multiprocessors * resident))
+        # One stage of all blocks of a multiprocessor, in nanoseconds.
+        tokens = min(problem.m, shape.block_m)
+        weight_bytes = shape.warps_k * shape.block_n // TILE_N * problem.tile_bytes
+        x_bytes = shape.warps_k * tokens * 256
+        per_multiprocessor = chip.bandwidth / chip.multiprocessors
+        memory = resident * weight_bytes / per_multiprocessor / 0.85
+        level2 = resident * (weight_bytes + x_bytes) / (1.3 * per_multiprocessor)
+        flops = 2 * shape.block_m * shape.block_n * shape.warps_k * 128
+        rate = chip.rate * (1.5 if problem.is_sparse else 1.0) / chip.multiprocessors * 1e3
+        tensor = resident * flops / rate / 0.75
+        barrier = 90.0
+        stage = max(memory, level2, tensor, barrier) + 25.0
+        # Launch, filling the ring, and at the end the sums.
+        fixed = 2.0 + 0.5 * waves + (0.9 + 0.15 * config.splits * shape.block_m / 16 if config.splits > 1 else 0.0)
+        return fixed + waves * stages * stage / 1e3
+
+    def bind(self, config: KernelConfig, problem: Problem, device: int) -> Bound:
+        shape = config.shape
+        variant = jit.Variant(SOURCE, ENTRY, cut.chip_of(device).arch, cut.macros(shape, problem))
+        n_blocks, m_blocks = -(-problem.n // shape.block_n), -(-problem.m // shape.block_m)
+        tiles, others = n_blocks * m_blocks, config.splits - 1
+        launcher = jit.load(variant, device).launcher(
+            (tiles, config.splits, 1),
+            shape.threads,
+            shape.shared_bytes(problem.tile_bytes),
+            _PER_CALL.size + _FIXED.size,
+        )
+        row, granules = scale_bytes(1), problem.granules
+        quarters = (granules // 4 * row, granules // 2 * row, (granules // 4 + granules // 2) * row)
+        zero_offset = granules * row if problem.has_zeros else 0
+        k = -(-problem.k // 8) * 8
+        _FIXED.pack_into(
+            launcher.params,
+            _PER_CALL.size,
+            *(problem.m, problem.n, k, problem.k_tiles, problem.n_tiles, problem.tile_bytes),
+            *(granules, *quarters, zero_offset, n_blocks, m_blocks, config.splits),
+        )
+        flag_bytes = -(-8 * tiles * others // 128) * 128
+        work_bytes = flag_bytes + 4 * tiles * others * shape.block_n * shape.block_m
+        params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _PER_CALL.pack_into
+
+        def run(
+            x: torch.Tensor,
+            stream: torch.Tensor,
+            column_scale: torch.Tensor | None,
+            bias: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
+            work = workspace(device, work_bytes) if others else None
+            flags = 0 if work is None else work.data_ptr()
+            with lock:
+                pack(
+                    params,
+                    0,
+                    stream.data_ptr(),
+                    x.data_ptr(),
+                    out.data_ptr(),
+                    0 if bias is None else bias.data_ptr(),
+                    0 if column_scale is None else column_scale.data_ptr(),
+                    flags + flag_bytes,
+                    flags,
+                    next(_tickets),
+                    x.stride(0) * 2,
+                )
+                launch(jit.current_stream(device))
+
+        return run
+
+    def variants(self, arch: str) -> list[jit.Variant]:
+        chip = cut.CHIPS.get(arch)
+        if chip is None:
+            return []
+        found: list[jit.Variant] = []
+        for kind in KINDS:
+            for bf16 in (False, True):
+                problem = Problem(kind, bf16, 1, 1, 1, 0, False)
+                shapes: tuple[Shape, ...] = cut.shapes(kind, chip)
+                found += [jit.Variant(SOURCE, ENTRY, arch, cut.macros(shape, problem)) for shape in shapes]
+        return found
+
+
+FAMILY = PortableFamily()
