@@ -212,7 +212,7 @@ def half_scales(weight: QuantWeight) -> torch.Tensor:
         raise UnsupportedError("16-bit weights have no scales")
     if weight.scales.dtype == torch.float16:
         return weight.scales
-    return weight.scales.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
+    return weight.scales.float().clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
 
 
 def _used_groups(weight: QuantWeight) -> torch.Tensor:

@@ -70,6 +70,7 @@ class CtPackQuantized(Format):
         return Description(n, k, QuantScheme(4 if bits <= 4 else 8, group, zeros is None, "dense"), bits)
 
     def decode(self, tensors: Tensors, declared: Declared | None = None, name: str = "weight") -> QuantWeight:
+        declared = declared or Declared()
         about = self.describe(tensors, declared, name)
         codes = layouts.unpack_fields(tensors["weight_packed"], about.bits, about.k)
         zeros = tensors.get("weight_zero_point")
@@ -78,7 +79,7 @@ class CtPackQuantized(Format):
         elif zeros is not None:
             zeros = layouts.unpack_fields(zeros.T, about.bits, about.n).T.to(torch.int16)
         codes, zeros, bits = transforms.widen(codes, zeros, about.bits)
-        if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
+        if zeros is not None and declared.symmetric is not False and bool((zeros == 1 << (bits - 1)).all()):
             zeros = None
         scheme = QuantScheme(bits, about.scheme.group_size, zeros is None, "dense")
         weight = QuantWeight(
@@ -112,8 +113,9 @@ class CtPackQuantized(Format):
         if weight.zeros is not None:
             packed = layouts.pack_fields(weight.zeros.T.to(torch.uint8), weight.scheme.bits)
             tensors["weight_zero_point"] = packed.T.contiguous()
-        if weight.group_index is not None:
-            tensors["weight_g_idx"] = weight.group_index
+        index = act_order_index(weight.group_index, weight.scheme, weight.k)
+        if index is not None:
+            tensors["weight_g_idx"] = index
         return tensors
 
     def config(self, layers: Mapping[str, LayerFacts], ignore: Sequence[str]) -> dict[str, Any]:
