@@ -1,0 +1,304 @@
+"""From a dense model to a folder of compressed weights: block by block, one block in memory at a time.
+
+Each linear is solved on the inputs that the compressed model in front of it really gives. Finished blocks are kept in
+a work folder, so a killed run goes on where it stopped, with the same result to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spearfish import checkpoint, models, text
+from spearfish.compress import methods, report
+from spearfish.compress.hessian import Hessian, relative_error
+from spearfish.compress.recipe import Recipe, matches
+from spearfish.compress.walk import Walker, bfloat16_is_faster
+from spearfish.compress.workfolder import WorkFolder
+from spearfish.errors import ShapeError, SpearfishError
+from spearfish.models import DenseModel
+from spearfish.reference import dequantize
+from spearfish.scheme import QuantWeight
+
+log = logging.getLogger(__name__)
+
+# Called as progress(stage, done, total, note).
+Progress = Callable[[str, int, int, str], None]
+
+
+def _silent(stage: str, done: int, total: int, note: str) -> None:
+    pass
+
+
+def compress(
+    model: str | Path | DenseModel,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    overwrite: bool = False,
+    format: str = "marlin_24",
+    force_generic: bool = False,
+    progress: Progress = _silent,
+    fast: bool | None = None,
+) -> report.Report:
+    """Compresses `model` (folder, hub name, GGUF, `package:NAME`) into the folder `out` and returns the report, which
+    also lies there as report.json.
+
+    device: where blocks are solved. fast: bfloat16 products in the forward passes; None looks whether that pays here.
+    Raises SpearfishError for a bad recipe, model or text, before any work; an existing `out` needs `overwrite`.
+    """
+    recipe = recipe or Recipe()
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise SpearfishError(f"{out} exists already; give another folder or overwrite it (--overwrite)")
+    if recipe.method not in methods.METHODS:
+        raise SpearfishError(f"there is no method {recipe.method!r}; choose one of {', '.join(methods.METHODS)}")
+    dense = model if isinstance(model, DenseModel) else models.load_dense(model, force_generic)
+    device = torch.device(device)
+    start = time.perf_counter()
+    fast = bfloat16_is_faster(device) if fast is None else fast
+
+    tokens = text.windows(
+        dense.tokenizer(),
+        recipe.calibration,
+        recipe.num_samples,
+        recipe.seq_len,
+        recipe.seed,
+        dense.config.get("max_position_embeddings"),
+    )
+    walker = Walker(dense, device, fast)
+    result = report.Report(
+        model=dense.name,
+        out=str(out),
+        recipe=recipe.to_dict(),
+        calibration={
+            "source": tokens.source,
+            "windows": recipe.num_samples,
+            "length": recipe.seq_len,
+            "tokens": tokens.tokens.numel(),
+            "seed": recipe.seed,
+            "sha256": tokens.sha256,
+        },
+        memory_estimate=estimate_memory(dense, walker, recipe),
+    )
+    _warn_about_memory(result, device)
+    plan = _plan(dense, recipe, tokens, fast)
+    work = WorkFolder(out.with_name(f"{out.name}.work"), plan)
+
+    next_block, hidden = work.load_hidden()
+    if next_block:
+        log.info("going on at block %d of %d", next_block, len(walker.paths))
+    first = walker.embed(tokens.tokens)
+    if hidden is None:
+        hidden = first
+    del first
+    for index, path in enumerate(walker.paths):
+        if index < next_block:
+            result.layers += work.load_block(index)[1]
+            continue
+        progress("blocks", index, len(walker.paths), path)
+        walker.load(index)
+        weights, reports = _solve_block(walker, index, hidden, recipe, result)
+        hidden = walker.forward(index, hidden)
+        walker.release(index)
+        work.save_block(index, weights, reports)
+        work.save_hidden(index + 1, hidden)
+        result.layers += reports
+    progress("blocks", len(walker.paths), len(walker.paths), "")
+    result.judge()
+
+    progress("writing", 0, 1, str(out))
+    with checkpoint.CheckpointWriter(
+        out, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
+    ) as writer:
+        packed: set[str] = set()
+        for index in range(len(walker.paths)):
+            for name, weight in work.load_block(index)[0].items():
+                writer.add_weight(name, weight)
+                packed.add(f"{name}.weight")
+        for name in dense.reader.names():
+            if name not in packed:
+                writer.add_tensor(name, dense.reader.tensor(name))
+    progress("writing", 1, 1, str(out))
+    result.bytes_before = sum(file.stat().st_size for file in dense.folder.glob("*.safetensors"))
+    result.bytes_after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    result.seconds = time.perf_counter() - start
+    result.memory_peak = peak_memory(device)
+    result.save(out / "report.json")
+    work.delete()
+    return result
+
+
+def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -> dict[str, Any]:
+    """What must be equal for an unfinished run to be this one."""
+    shards = sorted(set(dense.reader.files.values()))
+    sizes = {file.name: file.stat().st_size for file in shards}
+    # The headers hold every tensor's name, shape and place.
+    headers = hashlib.sha256()
+    for file in shards:
+        with file.open("rb") as handle:
+            headers.update(handle.read(int.from_bytes(handle.read(8), "little")))
+    return {
+        "recipe": recipe.to_dict() | {"recover": 0},
+        "config": json.loads(json.dumps(dense.config)),
+        "shards": sizes,
+        "headers": headers.hexdigest(),
+        "tokens": tokens.sha256,
+        "bfloat16": fast,
+    }
+
+
+def _solve_block(
+    walker: Walker, index: int, hidden: torch.Tensor, recipe: Recipe, result: report.Report
+) -> tuple[dict[str, QuantWeight], list[report.LayerReport]]:
+    """Solves every linear of one block in the order of the forward pass, and leaves the compressed values in it."""
+    path = walker.paths[index]
+    block = walker.net.get_submodule(path)
+    weights: dict[str, QuantWeight] = {}
+    reports: list[report.LayerReport] = []
+    for group in walker.model.architecture.linears:
+        named = {f"{path}.{name}": block.get_submodule(name) for name in group if _has(block, name)}
+        skipped = [name for name in named if matches(name, recipe.ignore)]
+        result.ignored += skipped
+        linears = {name: module for name, module in named.items() if name not in skipped}
+        if not linears:
+            continue
+        modules = list(linears.values())
+        for name, module in linears.items():
+            if not isinstance(module, nn.Linear):
+                raise SpearfishError(f"{name} is {type(module).__name__}, wanted nn.Linear; leave it out with --ignore")
+        hessian = Hessian(modules[0].in_features, walker.device, recipe.equal_norm)  # type: ignore[arg-type]
+        if not walker.inputs(index, modules[0], hidden, hessian.add):
+            result.ignored += list(linears)
+            result.warnings.append(f"{', '.join(linears)}: never reached by the calibration text, left as they are")
+            continue
+        found = solve_group(linears, hessian, recipe)  # type: ignore[arg-type]
+        for name, (weight, layer) in found.items():
+            weights[name] = weight
+            reports.append(layer)
+            linears[name].weight.data.copy_(dequantize(weight))  # type: ignore[operator]
+    return weights, reports
+
+
+def _has(block: nn.Module, name: str) -> bool:
+    try:
+        block.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def solve_group(
+    linears: dict[str, nn.Linear], hessian: Hessian, recipe: Recipe
+) -> dict[str, tuple[QuantWeight, report.LayerReport]]:
+    """Solves linears that read the same input; those of one scheme are stacked, so that a sweep costs once."""
+    method = methods.METHODS[recipe.method]
+    names = list(linears)
+    h = hessian.mean(names[0])
+    out: dict[str, tuple[QuantWeight, report.LayerReport]] = {}
+    for sparse in (True, False):
+        chosen = [n for n in names if (method.prunes and not matches(n, recipe.dense_layers)) == sparse]
+        if not chosen:
+            continue
+        scheme = recipe.scheme(sparse)
+        begin = time.perf_counter()
+        stacked = torch.cat([linears[name].weight.detach().float() for name in chosen])
+        if not stacked.isfinite().all():
+            raise ShapeError(f"{', '.join(chosen)}: the dense weight holds NaN or Inf")
+        problem = methods.Problem.of(stacked, h, scheme, recipe.damping)
+        solved = method.solve(problem)
+        naive = dequantize(methods.magnitude(problem))
+        values = dequantize(solved)
+        took = time.perf_counter() - begin
+        remarks = [problem.factor.remark] if problem.factor.remark else []
+        if hessian.skipped:
+            remarks.append(
+                f"{hessian.skipped} of {hessian.skipped + hessian.tokens} tokens have non-finite inputs and were left"
+                " out; calibrate in float32 or bfloat16"
+            )
+        row = 0
+        for name in chosen:
+            n = linears[name].out_features
+            rows = slice(row, row + n)
+            row += n
+            weight = _rows(solved, rows)
+            out[name] = (
+                weight,
+                report.LayerReport(
+                    name=name,
+                    n=n,
+                    k=stacked.shape[1],
+                    scheme=str(scheme),
+                    naive=relative_error(stacked[rows], naive[rows], h),
+                    error=relative_error(stacked[rows], values[rows], h),
+                    sparsity=float((values[rows] == 0).float().mean()),
+                    seconds=took * n / stacked.shape[0],
+                    remark="; ".join(remarks) or None,
+                ),
+            )
+    return out
+
+
+def _rows(weight: QuantWeight, rows: slice) -> QuantWeight:
+    return QuantWeight(weight.scheme, **{name: t[rows].contiguous().cpu() for name, t in weight.tensors().items()})
+
+
+def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
+    """Bytes that the run will need at its worst moment, from shapes alone: one block, two copies of the hidden states,
+    and the solver's working set for the largest group of linears."""
+    block = walker.net.get_submodule(walker.paths[0])
+    weights = sum(p.numel() for p in block.parameters())
+    width = int(dense.config.get("hidden_size", 0))
+    hidden = 2 * recipe.num_samples * recipe.seq_len * width
+    solver = 0
+    for group in dense.architecture.linears:
+        linears = [m for name in group if _has(block, name) and isinstance(m := block.get_submodule(name), nn.Linear)]
+        if linears:
+            n, k = sum(m.out_features for m in linears), linears[0].in_features
+            solver = max(solver, 8 * k * k + 12 * n * k)
+    inside = f"{dense.architecture.blocks}."
+    outside = sum(p.numel() for name, p in walker.net.named_parameters() if not name.startswith(inside))
+    interpreter = 500_000_000
+    return 4 * max(weights + hidden + solver, outside + hidden) + interpreter
+
+
+def _warn_about_memory(result: report.Report, device: torch.device) -> None:
+    available = available_memory(device)
+    if available is not None and result.memory_estimate > available:
+        result.warnings.append(
+            f"memory: about {result.memory_estimate / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are free;"
+            " lower --num-samples or --seq-len"
+        )
+    for warning in result.warnings:
+        log.warning("%s", warning)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Free bytes on the device, or None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the process's peak on a CPU, the allocator's on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,91 @@
+"""What to do to a model, as one frozen object that is echoed in the report and kept with the checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from spearfish.errors import SpearfishError
+from spearfish.scheme import QuantScheme
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """bits: 4, 8, or 16 (2:4 only). group_size: k per scale, None for one scale per output row.
+
+    method: a name of `methods.METHODS`. ignore: modules left as they are; dense_layers: modules quantised but not
+    pruned; both are shell patterns (`*.mlp.down_proj`) or `re:` and a regular expression, matched against the module's
+    full name. calibration: a file, a folder, `hub:NAME`, or "addresses" for the text that comes along. num_samples
+    windows of seq_len tokens each. recover: seconds of distillation from the dense model afterwards, 0 for none.
+    """
+
+    bits: int = 4
+    group_size: int | None = 128
+    method: str = "admm"
+    ignore: tuple[str, ...] = ()
+    dense_layers: tuple[str, ...] = ()
+    calibration: str = "addresses"
+    num_samples: int = 64
+    seq_len: int = 512
+    seed: int = 0
+    equal_norm: bool = True
+    damping: float = 0.01
+    recover: float = 0.0
+    recover_text: str = "addresses"
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.seq_len < 2:
+            raise SpearfishError(
+                f"calibration needs at least one window of two tokens, got num_samples {self.num_samples} and seq_len"
+                f" {self.seq_len}"
+            )
+        if self.recover < 0 or self.damping <= 0:
+            raise SpearfishError(f"recover {self.recover} and damping {self.damping} must not be negative or zero")
+        self.scheme(sparse=True)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        """Raises SpearfishError on an unknown key, naming the nearest valid one."""
+        import difflib
+
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                raise SpearfishError(f"recipe has no key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        tuples: dict[str, Any] = {key: tuple(values[key]) for key in ("ignore", "dense_layers") if key in values}
+        return cls(**(values | tuples))
+
+    def scheme(self, sparse: bool) -> QuantScheme:
+        """The scheme of a pruned layer, or of one under `dense_layers`."""
+        group = None if self.bits == 16 else self.group_size
+        return QuantScheme(self.bits, group, sparsity="2:4" if sparse or self.bits == 16 else "dense")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and YAML."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a module's full name fits one of the patterns (shell style, or `re:...` anywhere in the name)."""
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                if re.search(pattern[3:], name):
+                    return True
+            except re.error as error:
+                raise SpearfishError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        elif fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}"):
+            return True
+    return False
+
+
+def seconds(text: str) -> float:
+    """Seconds of "90", "90s", "5m" or "1.5h". Raises SpearfishError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not found:
+        raise SpearfishError(f"{text!r} is no length of time; write 90s, 5m or 1.5h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

@@ -1,0 +1,101 @@
+"""The folder beside the output where finished blocks wait, so that a killed run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from spearfish.compress.report import LayerReport
+from spearfish.errors import FormatError, SpearfishError
+from spearfish.scheme import QuantScheme, QuantWeight
+
+
+def save_atomically(tensors: dict[str, torch.Tensor], file: Path, facts: dict[str, Any]) -> None:
+    """safetensors with JSON facts in its header; the file appears whole or not at all, also after a power cut."""
+    half = file.with_name(f".{file.name}.half")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, half, {"facts": json.dumps(facts)})
+    descriptor = os.open(half, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    half.replace(file)
+
+
+def load_with_facts(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Inverse of `save_atomically`. Raises FormatError on a damaged file."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+            return tensors, json.loads(handle.metadata()["facts"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{file} is damaged ({error}); delete its folder to start anew") from error
+
+
+class WorkFolder:
+    """plan.json says which run this is; `block-00007.safetensors` holds a finished block; `hidden.safetensors` the
+    hidden states that the next block will receive, and which block that is."""
+
+    def __init__(self, path: Path, plan: dict[str, Any]) -> None:
+        self.path = path
+        plan_file = path / "plan.json"
+        wanted = json.dumps(plan, sort_keys=True, indent=1)
+        if plan_file.exists() and plan_file.read_text() != wanted:
+            raise SpearfishError(
+                f"{path} holds an unfinished run with another model or recipe; delete it, or give another output folder"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        if not plan_file.exists():
+            half = path / ".plan.half"
+            half.write_text(wanted)
+            half.replace(plan_file)
+
+    def _block(self, index: int) -> Path:
+        return self.path / f"block-{index:05d}.safetensors"
+
+    def save_block(self, index: int, weights: dict[str, QuantWeight], reports: list[LayerReport]) -> None:
+        """Keeps the weights of one block, by full module name."""
+        tensors = {f"{name}.{part}": t for name, w in weights.items() for part, t in w.to("cpu").tensors().items()}
+        schemes = {name: asdict(weight.scheme) for name, weight in weights.items()}
+        facts = {"schemes": schemes, "reports": [asdict(report) for report in reports]}
+        save_atomically(tensors, self._block(index), facts)
+
+    def load_block(self, index: int) -> tuple[dict[str, QuantWeight], list[LayerReport]]:
+        """Inverse of `save_block`."""
+        tensors, facts = load_with_facts(self._block(index))
+        weights = {
+            name: QuantWeight(
+                QuantScheme(**scheme),
+                **{
+                    part: tensors[f"{name}.{part}"]
+                    for part in ("codes", "scales", "positions")
+                    if f"{name}.{part}" in tensors
+                },
+            )
+            for name, scheme in facts["schemes"].items()
+        }
+        return weights, [LayerReport(**report) for report in facts["reports"]]
+
+    def save_hidden(self, next_block: int, hidden: torch.Tensor) -> None:
+        """Called after the block before `next_block` is safe."""
+        save_atomically({"hidden": hidden}, self.path / "hidden.safetensors", {"next": next_block})
+
+    def load_hidden(self) -> tuple[int, torch.Tensor | None]:
+        """The next block to do and what it receives: 0 and None at the start."""
+        file = self.path / "hidden.safetensors"
+        if not file.exists():
+            return 0, None
+        tensors, facts = load_with_facts(file)
+        return int(facts["next"]), tensors["hidden"]
+
+    def delete(self) -> None:
+        """Called when the output is complete."""
+        shutil.rmtree(self.path, ignore_errors=True)
