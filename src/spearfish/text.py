@@ -105,6 +105,15 @@ def windows(tokenizer: Any, source: str, count: int, length: int, seed: int = 0,
     return Windows(cut[order], source)
 
 
+def head(tokenizer: Any, source: str, count: int, length: int) -> torch.Tensor:
+    """int64 [count, length]: the source's first windows; fewer if the text ends before. Raises SpearfishError if there
+    is not one."""
+    cut = cut_windows(tokenizer, read_text(source), length)[:count]
+    if not len(cut):
+        raise SpearfishError(f"{source} is shorter than one window of {length} tokens")
+    return cut
+
+
 def cut_windows(tokenizer: Any, documents: list[str], length: int) -> torch.Tensor:
     """int64 [count, length]: the documents end to end, cut into whole windows."""
     encode: Callable[..., Any] = tokenizer

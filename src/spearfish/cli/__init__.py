@@ -27,7 +27,9 @@ MAKE, FILES, RUN, MEASURE = "Make a checkpoint", "Look at and change checkpoints
 VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (MAKE, "compress", ("compress",)),
     (FILES, "files", ("inspect", "convert", "verify")),
-    (RUN, "run", ("generate", "evaluate", "doctor")),
+    (RUN, "run", ("generate",)),
+    (RUN, "compress", ("evaluate",)),
+    (RUN, "run", ("doctor",)),
     (MEASURE, "kernels", ()),
     (MEASURE, "bench", ()),
 )

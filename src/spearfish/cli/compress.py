@@ -1,0 +1,187 @@
+"""`spearfish compress` and `spearfish evaluate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from spearfish.compress import Progress as Callback
+    from spearfish.compress import Report
+
+METHODS_HELP = (
+    "How masks and codes are found: admm (best), joint (faster), sparsegpt, wanda, magnitude (baselines); gptq and rtn"
+    " quantise without pruning."
+)
+
+
+def compress(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Dense model: a folder, a .gguf file, a hub name (owner/model), or package:NAME for an installed"
+            " package that carries one GGUF.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write; appears whole or not at all.", show_default=False)],
+    bits: Annotated[int, typer.Option(help="4 or 8; 16 prunes without quantising.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Weights along k that share a scale; 0 for one per output.")] = 128,
+    method: Annotated[str, typer.Option(help=METHODS_HELP)] = "admm",
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Modules to leave as they are: '*.o_proj' or 're:...'. Repeatable.")
+    ] = None,
+    dense_layers: Annotated[
+        list[str] | None, typer.Option(help="Modules to quantise but not prune, same patterns. Repeatable.")
+    ] = None,
+    calibration: Annotated[
+        str, typer.Option(help="Text: a file, a folder, hub:NAME, or 'addresses', which comes along.")
+    ] = "addresses",
+    num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 64,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    recover: Annotated[
+        str, typer.Option(help="Time for learning from the dense model afterwards, such as 5m; 0 for none.")
+    ] = "0",
+    to: Annotated[str, typer.Option("--to", help="Format to write, as for convert.")] = "marlin_24",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    force_generic: Annotated[
+        bool, typer.Option("--force-generic", help="Try a model family that is not known here.")
+    ] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Print every layer's error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Make a dense model 2:4-sparse and quantised, block by block. A killed run goes on where it stopped."""
+    from spearfish.compress import Recipe
+    from spearfish.compress import compress as run
+    from spearfish.compress.recipe import seconds
+
+    recipe = Recipe(
+        bits=bits,
+        group_size=group_size or None,
+        method=method,
+        ignore=tuple(ignore or ()),
+        dense_layers=tuple(dense_layers or ()),
+        calibration=calibration,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        seed=seed,
+        recover=seconds(recover),
+    )
+    with _bars(as_json) as progress:
+        report = run(
+            model,
+            out,
+            recipe,
+            device=_device(device),
+            overwrite=overwrite,
+            format=to,
+            force_generic=force_generic,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        _print_report(Console(), report, layers)
+
+
+def evaluate(
+    folder: Annotated[str, typer.Argument(help="Checkpoint folder, or any dense model that compress takes.")],
+    text: Annotated[
+        str, typer.Option(help="Prose to predict: a file, a folder, hub:NAME, or 'addresses', which comes along.")
+    ] = "addresses",
+    against: Annotated[
+        str | None, typer.Option(help="Dense model to compare with: adds the distance between their predictions.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text, from its start.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Perplexity on plain text. Compare two numbers only if window length, counts and data agree."""
+    from dataclasses import asdict
+
+    from spearfish.evaluate import evaluate as run
+    from spearfish.text import head
+
+    where = _device(device)
+    model, tokenizer = _open(folder, where)
+    other, _ = _open(against, where) if against else (None, None)
+    tokens = head(tokenizer, text, windows, length)
+    quality = run(model, tokens, source=text, other=other)
+    typer.echo(json.dumps(asdict(quality), indent=2) if as_json else str(quality))
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _open(source: str, device: str) -> tuple[Any, Any]:
+    """A quantised folder through the transformers integration, anything else as a dense model; and the tokenizer."""
+    from spearfish import models
+
+    folder = Path(source)
+    config = folder / "config.json"
+    if config.is_file() and any(key in config.read_text() for key in ("quantization_config", "compression_config")):
+        from spearfish.integrations.transformers import load
+
+        return load(folder, device=device), models.load_tokenizer(folder)
+    dense = models.load_dense(source, force_generic=True)
+    return dense.whole(device), dense.tokenizer()
+
+
+@contextmanager
+def _bars(silent: bool) -> Iterator[Callback]:
+    """One bar per stage, with the time left, on stderr."""
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=silent) as bars:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int, note: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, note=note)
+            bars.update(tasks[stage], completed=done, total=total, note=note)
+
+        yield update
+
+
+def _print_report(console: Console, report: Report, layers: bool) -> None:
+    from spearfish.compress.report import table
+
+    if layers:
+        console.print(table(report))
+    calibration = report.calibration
+    console.print(
+        f"{report.out}: {len(report.layers)} layers in {report.seconds:.0f} s, at most"
+        f" {report.memory_peak / 2**30:.1f} GiB; {report.bytes_before / 2**20:.0f} MiB became"
+        f" {report.bytes_after / 2**20:.0f} MiB",
+        soft_wrap=True,
+    )
+    console.print(
+        f"The layers lose {report.mean_error:.2%} of their output on average, calibrated on {calibration['windows']}"
+        f" windows of {calibration['length']} tokens of {calibration['source']}, seed {calibration['seed']}, data"
+        f" {calibration['sha256'][:12]}. Every layer: report.json, or --layers.",
+        soft_wrap=True,
+    )
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
