@@ -43,6 +43,7 @@ def check(y: torch.Tensor, x: torch.Tensor, weight: QuantWeight, bias: torch.Ten
 
     Every element: the weight is rounded once (|x| |w| u), float32 sums may lose k roundings of 2**-24, the result is
     rounded once. As a whole: these errors are independent, so that their norm stays below one rounding of the norm.
+    (Uniform errors have a root mean square of u / sqrt(3) at most; there are two.)
     """
     unit = ROUNDING[x.dtype]
     dense = reference.dequantize(weight, torch.float64)
@@ -55,6 +56,6 @@ def check(y: torch.Tensor, x: torch.Tensor, weight: QuantWeight, bias: torch.Ten
     allowed = size * (unit + weight.k * 2.0**-24) * 1.01 + truth.abs() * unit + 1e-7
     wrong = (got - truth).abs() > allowed
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}"
-    if truth.numel() and float(truth.norm()) > 0:
+    if truth.numel() >= 1000:  # a norm over a few results is no average
         error = float((got - truth).norm() / truth.norm())
-        assert error < unit * (1 + float(bias is not None)), f"relative error {error:.2e}"
+        assert error < unit, f"relative error {error:.2e}"

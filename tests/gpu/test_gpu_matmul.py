@@ -132,13 +132,14 @@ def test_extreme_codes_and_outliers() -> None:
 def test_sums_beyond_float16_are_infinite_and_those_within_are_not() -> None:
     """Per column the scale comes after the sum: unscaled sums of 8-bit codes go far beyond float16, results do not."""
     weight = random_weight(QuantScheme(8), 128, 4096, torch.float16, extreme=True)
-    x = inputs(16, 4096, torch.float16).abs() * 100
+    x = inputs(16, 4096, torch.float16) * 3000
     truth = reference.matmul(x, weight)
     y = matmul(x, prepare(weight))
-    large = truth.abs() > 65520
+    large = truth.abs() > 65520  # half way to the next number that float16 would have
+    close = (truth.abs() - 65520).abs() < 200
     assert large.any()
     assert not large.all()
-    assert torch.equal(y.isinf(), large)
+    assert torch.equal(y.isinf() | close, large | close)
 
 
 def test_x_may_be_any_view() -> None:

@@ -184,18 +184,19 @@ class KernelConfig:
 
 
 # block_m, slices, warps_n, warps_m, warps_k, stages, blocks. The number of stages is a wish: `shapes` takes what fits.
+# Two or four blocks of few warps on a multiprocessor beat one of many: while one waits at its barrier, another works.
 _SPARSE_SHAPES = (
-    Shape(8, 1, 4, 1, 4, 4, 2),
-    Shape(16, 1, 8, 1, 2, 4, 2),
+    Shape(8, 1, 4, 1, 2, 6, 4),
+    Shape(16, 2, 4, 1, 2, 4, 2),
+    Shape(32, 2, 4, 1, 2, 4, 2),
+    Shape(64, 4, 2, 1, 2, 3, 2),
+    Shape(64, 4, 4, 1, 1, 3, 2),
+)
+# The twin that runs dense weights; fewer, since it is there for compatibility.
+_DENSE_SHAPES = (
+    Shape(16, 2, 4, 1, 2, 4, 2),
     Shape(32, 2, 4, 1, 2, 4, 2),
     Shape(64, 2, 4, 1, 2, 4, 1),
-    Shape(128, 4, 4, 2, 1, 4, 1),
-)
-# The dense twin has twice the fragments to unpack: fewer rows for a warp of the largest shape, one block for the small.
-_DENSE_SHAPES = (
-    Shape(16, 1, 8, 1, 2, 4, 1),
-    Shape(64, 2, 4, 1, 2, 4, 1),
-    Shape(128, 2, 4, 2, 1, 4, 1),
 )
 # Shapes that sum over k in the same order as one another, whatever their block_m.
 _INVARIANT_WARPS_K = 2

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +115,19 @@ def _digest(variant: Variant) -> bytes:
 _OPTIONS = ("-std=c++17", "ptxas -v")
 
 
+_import_lock = threading.Lock()
+
+
 def _need_cuda_core() -> Any:
+    # Two threads that import cuda.core for the first time at once were seen to fail; hence the lock.
     try:
-        import cuda.core
+        with _import_lock:
+            return import_module("cuda.core")
     except ImportError as error:
         raise UnsupportedError(
             f"the kernels are compiled and launched through cuda-core, which cannot be imported ({error}):"
             " pip install 'spearfish[cu13]', or [cu12] with a CUDA 12 torch"
         ) from error
-    return cuda.core
 
 
 @lru_cache(maxsize=4)

@@ -66,77 +66,83 @@ __device__ __forceinline__ void store_release(u64* to, u64 value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 
-// A value that the compiler must take for a new one every time. Without it each branch on the kind of scales, none of
-// which changes in the loop, would double the loop's code.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// The warp's share of one k tile: unpack its rows and multiply them with its tokens.
+// The warp's share of one k tile: unpack its rows and multiply them with its tokens. The tile goes by in quarters of
+// 32 dense k. While the tensor cores work on one quarter, the next one is unpacked, slice by slice between the octets
+// of tokens, and the next x is fetched: a warp issues in order, so the mixture has to be in the order of the code.
 struct Warp {
-  u32 codes, metadata, scales;  // byte offsets into a stage, this lane's place included
-  u32 x_even, x_odd;            // byte offsets into a stage, for even and odd 32-k steps (the swizzle differs)
+  static constexpr int STEPS = 32 / STEP_K;  // instructions along k in a quarter
 
-  __device__ __forceinline__ void multiply(float (&acc)[SLICES][OCTETS][4], u32 stage, const Params& p) const {
-    const int scale_rows = opaque(p.scale_rows), zero_offset = opaque(p.zero_offset);
-    RowPairScale scale[SLICES];
-    u32 meta[SLICES][2];
-#if BITS != 16
-    u32 word[SLICES][4];
+  u32 codes, metadata, scales;  // byte offsets into a stage, this lane's place included
+  u32 x_even, x_odd;            // byte offsets into a stage, for even and odd quarters (the swizzle differs)
+
+  struct Fragments {
+    u32 a[SLICES][STEPS][4];
+  };
+
+  // Unpack slice r of a quarter. `word` keeps the 16-byte chunks, which may hold several steps, between calls.
+  template <bool asymmetric>
+  __device__ __forceinline__ void unpack_slice(Fragments& to, u32 (&word)[SLICES][4], int quarter, int r, u32 stage,
+                                               const Params& p) const {
+    const u32 chunks = stage + codes + r * CODE_WARP_BYTES;
+#if BITS == 16
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) load_shared(to.a[r][i], chunks + (quarter * STEPS + i) * CHUNK_BYTES);
+#else
+    const u32 row = stage + scales + r * (SCALE_ROW_BYTES / 4) + (quarter == 0 ? 0 : p.quarter[quarter - 1]);
+    RowPairScale scale = unit_scale();
+    // Without scales in the stream this reads something else, which counts for nothing: cheaper than a branch.
+    const u32 pair = load_shared(row);
+    set_scale(scale, p.scale_rows == 0 ? ONES : pair);
+    if constexpr (asymmetric) set_zero(scale, load_shared(row + p.zero_offset));
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const int step = quarter * STEPS + i;
+      if (step % CHUNK_STEPS == 0) load_shared(word[r], chunks + step / CHUNK_STEPS * CHUNK_BYTES);
+#if BITS == 4
+      unpack(to.a[r][i], word[r][step % 4], scale);
+#else
+      unpack(to.a[r][i], word[r][step % 2 * 2], word[r][step % 2 * 2 + 1], scale);
 #endif
+    }
+#endif
+  }
+
+  template <bool asymmetric>
+  __device__ __forceinline__ void multiply(float (&acc)[SLICES][OCTETS][4], u32 stage, const Params& p) const {
+    auto x_address = [&](int quarter, int octet) {
+      return stage + (quarter % 2 == 0 ? x_even : x_odd) + quarter / 2 * 128 + octet * 8 * X_ROW;
+    };
+    u32 word[SLICES][4], meta[SLICES][2], b[2][4];
+    Fragments fragments[2];
+    load_matrices(b[0], x_address(0, 0));
 #pragma unroll
     for (int r = 0; r < SLICES; ++r) {
-      scale[r] = unit_scale();
       if constexpr (SPARSE) load_shared(meta[r], stage + metadata + r * META_WARP_BYTES);
+      unpack_slice<asymmetric>(fragments[0], word, 0, r, stage, p);
     }
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
-      if constexpr (BITS != 16) {
-        if (scale_rows > (quarter == 0 ? 0 : 1)) {
-          const u32 row = stage + scales + (quarter == 0 ? 0 : p.quarter[quarter - 1]);
-#pragma unroll
-          for (int r = 0; r < SLICES; ++r) {
-            const u32 place = row + r * (SCALE_ROW_BYTES / 4);
-            set_scale(scale[r], load_shared(place));
-            if (zero_offset != 0) set_zero(scale[r], load_shared(place + zero_offset));
-          }
-        }
-      }
-      constexpr int STEPS = 32 / STEP_K;
-      u32 a[STEPS][SLICES][4];
-#pragma unroll
-      for (int i = 0; i < STEPS; ++i) {
-        const int step = quarter * STEPS + i;
-#pragma unroll
-        for (int r = 0; r < SLICES; ++r) {
-          const u32 chunk = stage + codes + r * CODE_WARP_BYTES + step / CHUNK_STEPS * CHUNK_BYTES;
-#if BITS == 16
-          load_shared(a[i][r], chunk);
-#else
-          if (step % CHUNK_STEPS == 0) load_shared(word[r], chunk);
-#if BITS == 4
-          unpack(a[i][r], word[r][step % 4], scale[r]);
-#else
-          unpack(a[i][r], word[r][step % 2 * 2], word[r][step % 2 * 2 + 1], scale[r]);
-#endif
-#endif
-        }
-      }
-      const u32 x_step = stage + (quarter % 2 == 0 ? x_even : x_odd) + quarter / 2 * 128;
+      const Fragments& now = fragments[quarter % 2];
 #pragma unroll
       for (int o = 0; o < OCTETS; ++o) {
-        u32 b[4];
-        load_matrices(b, x_step + o * 8 * X_ROW);
+        const int turn = quarter * OCTETS + o;
+        if (turn + 1 < 4 * OCTETS) load_matrices(b[(turn + 1) % 2], x_address((turn + 1) / OCTETS, (turn + 1) % OCTETS));
+        const u32(&x)[4] = b[turn % 2];
 #pragma unroll
         for (int r = 0; r < SLICES; ++r) {
 #if SPARSE
-          if (quarter % 2 == 0) mma_sparse<0>(acc[r][o], a[0][r], b, meta[r][quarter / 2]);
-          else mma_sparse<1>(acc[r][o], a[0][r], b, meta[r][quarter / 2]);
+          if (quarter % 2 == 0) mma_sparse<0>(acc[r][o], now.a[r][0], x, meta[r][quarter / 2]);
+          else mma_sparse<1>(acc[r][o], now.a[r][0], x, meta[r][quarter / 2]);
 #else
-          mma_dense(acc[r][o], a[0][r], b[0], b[1]);
-          mma_dense(acc[r][o], a[1][r], b[2], b[3]);
+          mma_dense(acc[r][o], now.a[r][0], x[0], x[1]);
+          mma_dense(acc[r][o], now.a[r][1], x[2], x[3]);
 #endif
+        }
+        if (quarter < 3) {
+#pragma unroll
+          for (int r = 0; r < SLICES; ++r)
+            if (r * OCTETS / SLICES == o)
+              unpack_slice<asymmetric>(fragments[(quarter + 1) % 2], word, quarter + 1, r, stage, p);
         }
       }
     }
@@ -227,13 +233,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) portable(const
     into += stage_bytes;
   }
   u32 from = ring;
+  const bool asymmetric = BITS != 16 && p.zero_offset != 0;
+#pragma unroll 1
   for (int k_tile0 = k_begin; k_tile0 < k_end; k_tile0 += WARPS_K) {
     copy_wait<STAGES - 2>();
     __syncthreads();
     const int next = k_tile0 + (STAGES - 1) * WARPS_K;
     if (next < k_end) fetch(into, next);
     copy_commit();
-    if (k_tile0 + warp_k < k_end) mine.multiply(acc, from, p);
+    if (k_tile0 + warp_k < k_end) {
+      if (asymmetric) mine.multiply<true>(acc, from, p);
+      else mine.multiply<false>(acc, from, p);
+    }
     into = into + stage_bytes == ring_end ? ring : into + stage_bytes;
     from = from + stage_bytes == ring_end ? ring : from + stage_bytes;
   }
