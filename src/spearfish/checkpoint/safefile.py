@@ -119,9 +119,10 @@ def _entry(file: Path, name: str, about: Any, begin: int) -> Entry:
 
     if not isinstance(about, dict):
         raise wrong("no description")
-    dtype = DTYPES.get(about.get("dtype", ""))
+    said = about.get("dtype")
+    dtype = DTYPES.get(said) if isinstance(said, str) else None
     if dtype is None:
-        raise wrong(f"dtype {about.get('dtype')!r} is not one of {', '.join(DTYPES)}")
+        raise wrong(f"dtype {said!r} is not one of {', '.join(DTYPES)}")
     shape, offsets = _naturals(about.get("shape")), _naturals(about.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise wrong(f"malformed shape {about.get('shape')!r} or data_offsets {about.get('data_offsets')!r}")

@@ -327,6 +327,7 @@ def _remove_abandoned(out: Path) -> None:
     previous = _previous(out)
     if previous.is_dir() and not out.exists():
         previous.rename(out)
+    shutil.rmtree(previous, ignore_errors=True)
     for partial in out.parent.glob(f".{out.name}.*.partial"):
         pid = partial.name.removesuffix(".partial").rpartition(".")[2]
         if pid.isdigit() and not _alive(int(pid)):
