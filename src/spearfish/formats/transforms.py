@@ -69,18 +69,32 @@ def canonical(weight: QuantWeight) -> QuantWeight:
     """The same 2:4 weight with its slots chosen by the original packers' rule, which looks at non-zero codes only.
 
     Filler slots, and kept codes that equal the zero point, so land where vLLM's packer puts them and files come out
-    equal byte for byte.
+    equal byte for byte. Only quads with fewer than two non-zeros can change.
     """
     if weight.positions is None:
         return weight
-    positions = sparse24.positions_of_nonzero(nonzero(weight))
-    if torch.equal(positions, weight.positions):
+    if weight.zeros is not None:
+        raise ShapeError("the packers' slot rule is for symmetric weights")
+    zero = 0 if weight.scheme.bits == 16 else weight.scheme.zero_point
+    old = weight.positions
+    pairs = weight.codes.reshape(*old.shape, 2)
+    first, second = pairs.unbind(-1)
+    lone, other = first != zero, second != zero
+    if bool((lone & other).all()):
         return weight
-    if weight.scheme.bits == 16:
-        codes = sparse24.compress(sparse24.expand(weight.codes, weight.positions), positions)
-    else:
-        codes = sparse24.compress(to_dense(weight).codes, positions)
-    return replace(weight, codes=codes, positions=positions)
+    # The place of the one non-zero decides; `_FILLERS` gives the slots that the rule picks for it.
+    place = torch.where(lone, old & 3, torch.where(other, old >> 2, 4))
+    slots = torch.tensor(_FILLERS, dtype=torch.uint8, device=old.device)[place.int()]
+    positions = torch.where(lone & other, old, slots)
+    value = torch.where(lone, first, second)
+    fill = torch.full_like(value, zero)
+    low = torch.where(lone & other, first, torch.where(place == (positions & 3), value, fill))
+    high = torch.where(lone & other, second, torch.where(place == (positions >> 2), value, fill))
+    return replace(weight, codes=torch.stack((low, high), dim=-1).reshape(weight.codes.shape), positions=positions)
+
+
+# By the place 0..3 of a quad's only non-zero, or 4 if it has none: both slots as a nibble.
+_FILLERS = (0x8, 0x9, 0xE, 0xE, 0xE)
 
 
 def widen(codes: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
