@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -209,16 +209,17 @@ def widest_tile(kind: str) -> int:
 
 @lru_cache(maxsize=256)
 def shapes(kind: str, chip: Chip) -> tuple[Shape, ...]:
-    """The shapes of a kind of weight on a chip, with as many stages as its shared memory holds; those that do not get
-    two stages are left out."""
+    """The shapes of a kind of weight on a chip, with the most blocks on a multiprocessor that leave each two stages
+    of its shared memory, and as many stages as fit then; a shape that cannot have two stages is left out."""
     fitting = []
     for shape in _SPARSE_SHAPES if kind.endswith("_24") else _DENSE_SHAPES:
-        room = min(chip.shared_per_block, chip.shared_per_multiprocessor // shape.blocks - 1024)
-        stages = min(shape.stages, room // shape.stage_bytes(widest_tile(kind)))
-        if stages < 2:  # one block then, or not at all
-            stages = min(shape.stages, chip.shared_per_block // shape.stage_bytes(widest_tile(kind)))
-        if stages >= 2:
-            fitting.append(Shape(**{**shape.__dict__, "stages": stages}))
+        for blocks in range(shape.blocks, 0, -1):
+            # The system keeps a kilobyte of every block.
+            room = min(chip.shared_per_block, chip.shared_per_multiprocessor // blocks - 1024)
+            stages = min(shape.stages, room // shape.stage_bytes(widest_tile(kind)))
+            if stages >= 2:
+                fitting.append(replace(shape, stages=stages, blocks=blocks))
+                break
     return tuple(fitting)
 
 
