@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from spearfish import sparse24
 from spearfish.checkpoint.hosts import hosts
-from spearfish.checkpoint.reader import open_checkpoint
+from spearfish.checkpoint.reader import Checkpoint, LinearInfo, open_checkpoint
 from spearfish.errors import FormatError
 from spearfish.formats import FORMATS, transforms
 from spearfish.formats.ct_bitmask import CtSparseBitmask
+from spearfish.scheme import QuantWeight
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,15 @@ def inspect(
         if progress is not None:
             progress(info.name, i, len(infos))
         scheme, act_order, zeros, spoilt = info.scheme, bool(quant.of(info.name).act_order), None, None
-        if measure and info.format == CtSparseBitmask.name:
-            mask = checkpoint.values(info.name) != 0
-        elif measure:
-            try:
-                weight = checkpoint.weight(info.name)
-            except FormatError:
-                if info.format != "dense":
-                    raise
-                mask = checkpoint.tensor(info.tensors["weight"]).float() != 0
-            else:
-                scheme, act_order, mask = weight.scheme, weight.group_index is not None, transforms.nonzero(weight)
-        if measure:
-            zeros = 1 - float(mask.double().mean())
+        found = _measure(checkpoint, info) if measure else None
+        if isinstance(found, QuantWeight):
+            scheme, act_order, zeros = found.scheme, found.group_index is not None, transforms.zeros_share(found)
+        elif found is not None:
+            zeros = 1 - float(found.double().mean())
+        if isinstance(found, QuantWeight) and found.scheme.is_sparse:
+            spoilt = 0.0
+        elif found is not None:
+            mask = transforms.nonzero(found) if isinstance(found, QuantWeight) else found
             spoilt = float(sparse24.violations(mask).double().mean()) if info.k % 4 == 0 else 1.0
         sparsity = scheme.sparsity if spoilt is None else "2:4" if spoilt == 0 else "dense"
         reasons += FORMATS[info.format].extensions(info.n, info.k, scheme)
@@ -109,3 +108,15 @@ def inspect(
     result.other_bytes = sum(entry.nbytes for entry in checkpoint.entries.values()) - result.linear_bytes
     result.bits_per_weight = 8 * result.linear_bytes / result.weights if result.weights else 0.0
     return result
+
+
+def _measure(checkpoint: Checkpoint, info: LinearInfo) -> QuantWeight | torch.Tensor:
+    """The layer, or which of its values are not zero, bool [n, k], if it is not 2:4 and so no `QuantWeight`."""
+    if info.format == CtSparseBitmask.name:
+        return checkpoint.values(info.name) != 0
+    try:
+        return checkpoint.weight(info.name)
+    except FormatError:
+        if info.format != "dense":
+            raise
+        return checkpoint.tensor(info.tensors["weight"]).float() != 0

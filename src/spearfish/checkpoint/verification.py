@@ -96,10 +96,12 @@ def _layer(checkpoint: Checkpoint, name: str, extensions: list[str]) -> bool:
     if form.refusals(weight):
         return False
     again = form.encode(weight, name)
+    if all(_same_bytes(again[local], tensors.get(local)) for local in again):
+        return False
     decoded = form.decode(again, checkpoint.quant.of(name).as_ours(), name)
     if not torch.equal(dequantize(decoded), dequantize(weight)):
         raise FormatError(f"{name}: does not survive encoding; this is a fault of spearfish, please report it")
-    return any(not _same_bytes(again[local], tensors.get(local)) for local in again)
+    return True
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor | None) -> bool:

@@ -19,7 +19,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from spearfish.checkpoint import ConvertReport, Inspection, LayerRow
 
-Folder = Annotated[Path, typer.Argument(help="Checkpoint folder (config.json and safetensors).", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Checkpoint folder (config.json and safetensors).", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 MORE_THAN = 40  # layers or names; longer lists are folded
 
@@ -42,23 +44,27 @@ def inspect(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Checkpoint folder to read.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to write; appears whole or not at all.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint folder to read.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not at all.", show_default=False)
+    ],
     to: Annotated[
         str,
         typer.Option(
             "--to",
-            help="Format: marlin_24, gptq, gptq_v2, marlin, ct-marlin-24, ct-pack-quantized, ct-sparse-24-bitmask,"
+            metavar="FORMAT",
+            help="One of marlin_24, gptq, gptq_v2, marlin, ct-marlin-24, ct-pack-quantized, ct-sparse-24-bitmask,"
             " dense.",
             show_default=False,
         ),
     ],
     bits: Annotated[
-        int | None, typer.Option(help="4 or 8: quantise layers of 16-bit 2:4 values (round-to-nearest). [default: 4]")
+        int | None,
+        typer.Option(help="4 or 8: quantise layers of 16-bit 2:4 values (round-to-nearest); 4 if not given."),
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(help="Weights that share one scale when quantising; -1: a whole column. [default: 128]"),
+        typer.Option(help="Weights that share one scale when quantising; -1: a whole column; 128 if not given."),
     ] = None,
     reproject: Annotated[
         bool, typer.Option("--reproject", help="Make layers that are almost 2:4 exactly so, and report the damage.")
@@ -72,7 +78,7 @@ def convert(
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float16, bfloat16 or float32: of dequantised values. [default: the model's own]"),
+        typer.Option(help="float16, bfloat16 or float32: of dequantised values; the model's own if not given."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at OUT.")] = False,
     as_json: AsJson = False,
@@ -131,8 +137,8 @@ def _print_inspection(console: Console, found: Inspection, every: bool) -> None:
     facts.add_row("Format", f"{found.title}" + (f" (from {found.where})" if found.format != "dense" else ""))
     facts.add_row("Layers", f"{len(found.layers)} linear, {found.weights:,} weights")
     if found.layers:
-        facts.add_row("Size", f"{_mib(found.linear_bytes)} = {found.bits_per_weight:.3f} bits per weight")
-    facts.add_row("Other tensors", _mib(found.other_bytes))
+        facts.add_row("Size", f"{_size(found.linear_bytes)} = {found.bits_per_weight:.3f} bits per weight")
+    facts.add_row("Other tensors", _size(found.other_bytes))
     if found.plain_linears:
         facts.add_row("Left plain", _folded(found.plain_linears))
     console.print(facts)
@@ -192,7 +198,7 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
     lossy = [layer for layer in report.layers if layer.error is not None]
     console.print(
         f"{report.source} ({report.source_format}) -> {report.out} ({report.format}):"
-        f" {len(report.layers)} layers, {_mib(report.bytes_before)} -> {_mib(report.bytes_after)}",
+        f" {len(report.layers)} layers, {_size(report.bytes_before)} -> {_size(report.bytes_after)}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -238,8 +244,12 @@ def _folded(names: list[str]) -> str:
     return ", ".join(f"{kind} ({len(some)})" if len(some) > 1 else some[0] for kind, some in kinds.items())
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+def _size(nbytes: int) -> str:
+    unit, name = next((unit, name) for unit, name in _UNITS if nbytes >= unit or unit == 1)
+    return f"{nbytes / unit:,.1f} {name}" if unit > 1 else f"{nbytes} bytes"
+
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 @contextmanager

@@ -18,16 +18,24 @@ from spearfish.scheme import QuantScheme, QuantWeight
 
 def nonzero(weight: QuantWeight) -> torch.Tensor:
     """bool [n, k]: the values that differ from zero. A code at its zero point is zero, and so is -0.0."""
-    if weight.scheme.bits == 16:
-        kept = weight.codes != 0
-    elif weight.zeros is None:
-        kept = weight.codes != weight.scheme.zero_point
-    else:
-        index = weight.group_of_k().expand(weight.n, -1)
-        if weight.positions is not None:
-            index = index.gather(1, sparse24.kept_columns(weight.positions))
-        kept = weight.codes != weight.zeros.gather(1, index)
+    kept = _nonzero_codes(weight)
     return kept if weight.positions is None else sparse24.expand(kept, weight.positions)
+
+
+def zeros_share(weight: QuantWeight) -> float:
+    """The share of the n * k values that are zero."""
+    return 1 - int(_nonzero_codes(weight).sum()) / (weight.n * weight.k)
+
+
+def _nonzero_codes(weight: QuantWeight) -> torch.Tensor:
+    if weight.scheme.bits == 16:
+        return weight.codes != 0
+    if weight.zeros is None:
+        return weight.codes != weight.scheme.zero_point
+    index = weight.group_of_k().expand(weight.n, -1)
+    if weight.positions is not None:
+        index = index.gather(1, sparse24.kept_columns(weight.positions))
+    return weight.codes != weight.zeros.gather(1, index)
 
 
 def find_24(weight: QuantWeight) -> QuantWeight:
