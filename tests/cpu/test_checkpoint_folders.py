@@ -335,6 +335,51 @@ def test_activation_scales_are_left_out(tmp_path: Path) -> None:
     assert f"{LAYERS[0]}.input_scale" not in open_checkpoint(tmp_path / "m").entries
 
 
+def bitmask(tensor: torch.Tensor, name: str, flat_prefix: bool) -> dict[str, torch.Tensor]:
+    """A parameter as the unstructured writer stored it, under `P.weight.*` (older) or `P.*`."""
+    kept = tensor != 0
+    counts = kept.sum(-1)
+    prefix = name.removesuffix(".weight") if flat_prefix else name
+    padded = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % 8)).reshape(*kept.shape[:-1], -1, 8)
+    return {
+        f"{prefix}.shape": torch.tensor(tensor.shape),
+        f"{prefix}.compressed": tensor[kept],
+        f"{prefix}.bitmask": (padded * 2 ** torch.arange(8)).sum(-1).to(torch.uint8),
+        f"{prefix}.row_offsets": counts.cumsum(0) - counts,
+    }
+
+
+@pytest.mark.parametrize("flat_prefix", [False, True])
+def test_sparse_bitmask_folder(tmp_path: Path, flat_prefix: bool) -> None:
+    """A file whose writer compressed every parameter: embeddings and norms come back as tensors."""
+    sparse, loose = values(64, 36, 0), values(64, 36, 1, pruned=False)
+    loose[:, 1] = 0
+    embedding, norm = torch.randn(10, 36), torch.randn(36)
+    tensors = {"model.norm.weight": norm, "model.embed_tokens.weight": embedding}
+    tensors |= {"model.layers.0.q_proj.weight": sparse, "model.layers.0.k_proj.weight": loose}
+    source = tmp_path / "s"
+    source.mkdir()
+    config = {**CONFIG, "sparsity_config": {"format": "sparse-bitmask", "global_sparsity": 0.5}}
+    (source / "config.json").write_text(json.dumps(config))
+    packed = {}
+    for name, tensor in tensors.items():
+        packed |= bitmask(tensor, name, flat_prefix)
+    save_file(packed, source / "model.safetensors")
+    checkpoint = open_checkpoint(source)
+    assert list(checkpoint.linears) == ["model.layers.0.k_proj", "model.layers.0.q_proj"]
+    assert verify(source).ok
+    with pytest.raises(FormatError, match="k_proj: not 2:4"):
+        checkpoint.weight("model.layers.0.k_proj")
+    convert(source, tmp_path / "d", "dense")
+    found = open_checkpoint(tmp_path / "d")
+    assert set(found.entries) == set(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(found.tensor(name), tensor)
+    report = convert(source, tmp_path / "b", "ct-sparse-24-bitmask")
+    assert report.plain == ["model.layers.0.k_proj"]
+    assert torch.equal(open_checkpoint(tmp_path / "b").dense("model.layers.0.q_proj"), sparse)
+
+
 def test_inspect_counts(tmp_path: Path) -> None:
     out, weights = original(tmp_path / "m")
     found = inspect(out)

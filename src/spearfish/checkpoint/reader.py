@@ -19,11 +19,11 @@ from spearfish.formats.ct_bitmask import CtSparseBitmask
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantScheme, QuantWeight
 
-# Which layer formats may lie in a folder of each format. The first is the rule; the others are mixed models.
+# Which layer formats may lie in a folder of each format, in the order in which their tensors are looked for.
 LAYER_FORMATS = {
     "marlin_24": ("marlin_24", "marlin"),
     "ct-marlin-24": ("ct-marlin-24", "ct-pack-quantized"),
-    "ct-sparse-24-bitmask": ("ct-sparse-24-bitmask", "ct-sparse-bitmask"),
+    "ct-sparse-24-bitmask": ("ct-sparse-bitmask", "ct-sparse-24-bitmask"),
 }
 # Modules whose 2-D weight is a table to look rows up in, not a linear layer.
 _EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position_embeddings)([._]|$)")
@@ -71,6 +71,8 @@ class Checkpoint:
         self.notes = list(quant.notes)
         # Layer name -> (format, local -> full tensor name); empty for a dense folder, whose layers show by value only.
         self.modules = _group(self.entries, quant) if quant.format != "dense" else {}
+        # Tensors that a bitmask format has compressed although they are no linear layers: full name -> as above.
+        self.tables = _take_tables(self.entries, self.modules)
 
     @property
     def format(self) -> str:
@@ -88,7 +90,8 @@ class Checkpoint:
     def tensor_names(self) -> list[str]:
         """Every tensor that is not part of a layer of `linears`: embeddings, norms, biases, plain weights."""
         taken = {full for info in self.linears.values() for full in info.tensors.values()}.union(self.companions)
-        return [name for name in self.entries if name not in taken]
+        taken.update(full for _, tensors in self.tables.values() for full in tensors.values())
+        return [name for name in self.entries if name not in taken] + list(self.tables)
 
     @cached_property
     def companions(self) -> list[str]:
@@ -101,7 +104,9 @@ class Checkpoint:
         ]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its full name."""
+        """One tensor by its full name, decompressed if a bitmask format has compressed it."""
+        if name in self.tables:
+            return self._table(name)
         if name not in self.entries:
             raise FormatError(f"{self.path}: no tensor {name}")
         return read_tensor(self.entries[name], name)
@@ -142,9 +147,23 @@ class Checkpoint:
     def plain_linears(self) -> Iterator[str]:
         """Modules with a 2-D float `weight` that are neither in `linears` nor embeddings: layers left unquantised."""
         for name in self.tensor_names:
-            entry = self.entries[name]
-            if name.endswith(".weight") and _is_matrix(entry) and not is_embedding(name):
+            entry = self.entries.get(name)
+            if entry is not None and name.endswith(".weight") and _is_matrix(entry) and not is_embedding(name):
                 yield name.removesuffix(".weight")
+
+    def _table(self, name: str) -> torch.Tensor:
+        form, names = self.tables[name]
+        tensors = {local: read_tensor(self.entries[full], full) for local, full in names.items()}
+        if form != CtSparseBitmask.name:
+            weight = FORMATS[form].decode(tensors, None, name)
+            return dequantize(weight, weight.codes.dtype)
+        flat = tensors["shape"].numel() == 1
+        if flat:
+            tensors = {local: tensor.reshape(1, -1) for local, tensor in tensors.items()}
+            tensors["compressed"], tensors["row_offsets"] = tensors["compressed"][0], tensors["row_offsets"][0]
+            tensors["shape"] = torch.tensor([1, int(tensors["shape"])])
+        values = CtSparseBitmask().values(tensors, name)
+        return values[0] if flat else values
 
     def _linear(self, name: str) -> LinearInfo:
         info = self.linears.get(name)
@@ -251,9 +270,28 @@ def _group(entries: dict[str, Entry], quant: QuantConfig) -> dict[str, tuple[str
     return grouped
 
 
+def _take_tables(
+    entries: dict[str, Entry], modules: dict[str, tuple[str, dict[str, str]]]
+) -> dict[str, tuple[str, dict[str, str]]]:
+    """Take out of `modules` what the bitmask formats stored of embeddings, norms and biases, by full tensor name.
+
+    Old writers compressed every parameter, and newer ones whatever their ignore list forgot.
+    """
+    tables = {}
+    for module, (form, tensors) in list(modules.items()):
+        shape = entries.get(tensors.get("shape", ""))
+        if not form.startswith("ct-sparse") or shape is None:
+            continue
+        if shape.shape == (1,) or is_embedding(module):
+            prefix = tensors["shape"].removesuffix(".shape")
+            name = prefix if prefix.endswith((".weight", ".bias")) else f"{prefix}.weight"
+            tables[name] = modules.pop(module)
+    return tables
+
+
 def natural_order(name: str) -> list[tuple[bool, int | str]]:
     """A sort key by which layer 10 follows layer 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name)]
 
 
 def _is_matrix(entry: Entry) -> bool:

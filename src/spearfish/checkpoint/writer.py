@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from spearfish import __version__
@@ -169,8 +170,8 @@ class CheckpointWriter:
         try:
             save_file(_unshared(self._pending), file, metadata={"format": "pt"})
             _sync(file)
-        except OSError as error:
-            raise FormatError(f"{file}: cannot be written: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:
+            raise FormatError(f"{self.out}: a shard cannot be written: {error}") from error
         self._shards.append({name: tensor.numel() * tensor.itemsize for name, tensor in self._pending.items()})
         self._pending, self._pending_bytes = {}, 0
 
