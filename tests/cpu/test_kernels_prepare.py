@@ -1,5 +1,7 @@
 """The tile stream: against a slow walk by the drawing in prepare.py, and its inverse."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,7 +118,7 @@ def test_padding_adds_exactly_nothing() -> None:
             continue  # an asymmetric tail relies on x being filled with zeros as well
         weight = random_weight(scheme, 40, 196, seed=3)
         small = to_stream(weight, "cpu", torch.float16)
-        grown = type(small)(**{**small.__dict__, "n": 64, "k": 256})
+        grown = replace(small, n=64, k=256)
         if scheme.group_size not in (None, 128):
             continue  # the short last group would be cut differently in the grown weight
         dense = reference.dequantize(from_stream(grown), torch.float64)

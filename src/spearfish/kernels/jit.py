@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -373,16 +373,32 @@ class Launcher:
         offset = address - ctypes.addressof(self._storage)
         self.params = memoryview(self._storage).cast("B")[offset : offset + params_bytes]
         self._pointers = (ctypes.c_void_p * 1)(address)
-        self._pointers_address = ctypes.addressof(self._pointers)
-        self._launch = driver.cuLaunchKernelEx
-        self._success = driver.CUresult.CUDA_SUCCESS
+        # All arguments of the driver's call are bound here; ctypes then needs a third of the time of the bindings.
+        self._launch = partial(
+            _launch_entry(),
+            ctypes.c_void_p(int(config.getPtr())),
+            ctypes.c_void_p(int(function.handle)),
+            self._pointers,
+            None,
+        )
+        self._stream = 0
 
     def launch(self, stream: int) -> None:
         """Enqueue on a raw stream of this device, which must be torch's current device."""
-        self._config.hStream = stream
-        result = self._launch(self._config, self.function.handle, self._pointers_address, 0)
-        if result[0] != self._success:
-            _check((*result, None), f"launch {self.function.variant}")
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        status = self._launch()
+        if status:
+            _check((_driver().CUresult(status), None), f"launch {self.function.variant}")
+
+
+@lru_cache(maxsize=1)
+def _launch_entry() -> Any:
+    """The driver's cuLaunchKernelEx, from the library that the bindings have loaded."""
+    library = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")  # type: ignore[attr-defined,unused-ignore]
+    entry = library.cuLaunchKernelEx
+    entry.restype = ctypes.c_int
+    return entry
 
 
 _functions: dict[tuple[Variant, int], Function] = {}

@@ -19,7 +19,7 @@ from spearfish import reference
 from spearfish.errors import ShapeError, UnsupportedError
 from spearfish.kernels.choose import choose
 from spearfish.kernels.config import Bound, Problem, chip_of
-from spearfish.kernels.prepare import TILE_K, PreparedWeight, from_stream, to_stream, why_no_stream
+from spearfish.kernels.prepare import TILE_K, Facts, PreparedWeight, from_stream, to_stream, why_no_stream
 from spearfish.scheme import QuantScheme, QuantWeight
 
 # Values dequantised at a time, so that the float32 intermediates stay small beside the result.
@@ -100,21 +100,36 @@ def matmul(
     x may have any strides. With `out` (contiguous, [..., n]) the result is written there and no gradient is kept.
     Differentiable with respect to x. Raises ShapeError if x, bias or out do not fit the weight.
     """
+    stream = prepared.stream
+    if stream is not None and out is None and _is_plain_call(x, bias):
+        # The same as the op below without torch's dispatcher, which takes several times as long as the launch.
+        shape = x.shape
+        if shape[-1:] != (prepared.k,) or x.dtype != prepared.dtype or x.device != prepared.device or bias is not None:
+            _check(x, prepared, bias, out)
+        result = x.new_empty((*shape[:-1], prepared.n))
+        _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
+        return result
     _check(x, prepared, bias, out)
-    if prepared.dense is not None:
-        y = functional.linear(x, prepared.dense, bias)
+    if stream is None:
+        y = functional.linear(x, prepared.dense, bias)  # type: ignore[arg-type]  # one of the two is always there
         return y if out is None else out.copy_(y)
-    if out is not None:
-        _run(x, prepared.stream, prepared.column_scale, bias, out, *_facts(prepared))
-        return out
-    result: torch.Tensor = _op(x, prepared.stream, prepared.column_scale, bias, *_facts(prepared))
-    return result
+    if out is None:
+        return _op(x, stream, prepared.column_scale, bias, *prepared.facts)  # type: ignore[no-any-return]
+    _run(x, stream, prepared.column_scale, bias, out, prepared.facts)
+    return out
+
+
+def _is_plain_call(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """No compiler is tracing, no gradient is wanted, no mode or subclass wants to see the op."""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cuda:
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 # --------------------------------------------------------------------------------------------------- the torch op
 
-# What the op is told of a prepared weight besides its tensors: kind, n, k, granules, has_zeros, batch_invariant.
-Facts = tuple[str, int, int, int, bool, bool]
 _FACTS = "str kind, int n, int k, int granules, bool has_zeros, bool batch_invariant"
 _DTYPES = {torch.float16: False, torch.bfloat16: True}
 
@@ -131,74 +146,49 @@ _bound: dict[tuple[object, ...], Bound] = {}
 _BOUND_MOST = 4096
 
 
-def _facts(prepared: PreparedWeight) -> Facts:
-    return (
-        prepared.kind,
-        prepared.n,
-        prepared.k,
-        prepared.granules,
-        prepared.has_zeros,
-        prepared.batch_invariant,
-    )
-
-
 def _run(
     x: torch.Tensor,
-    stream: torch.Tensor | None,
+    stream: torch.Tensor,
     column_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    *facts: object,
+    facts: Facts,
 ) -> None:
     """Enqueue x · weightᵀ + bias into `out` on torch's current stream of the device."""
-    k = x.shape[-1]
+    k = facts[2]
     if x.dim() != 2:
         x = x.reshape(-1, k)
     m = x.shape[0]
-    if m == 0 or stream is None:
+    if m == 0:
         return
     if k % 8:
         x = functional.pad(x, (0, -k % 8))
-    elif x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+    elif not (x.is_contiguous() or (x.stride(1) == 1 and x.stride(0) % 8 == 0)) or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     device = x.get_device()
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _run(x, stream, column_scale, bias, out, *facts)
+            _run(x, stream, column_scale, bias, out, facts)
         return
-    key = (device, x.dtype, m, *facts)
+    key = (m, device, x.dtype, facts)
     bound = _bound.get(key)
     if bound is None:
-        bound = _bind(device, x.dtype, m, *facts)  # type: ignore[arg-type]  # facts is a Facts
+        problem = Problem(facts[0], _DTYPES[x.dtype], m, *facts[1:])
+        family, config = choose(problem, chip_of(device), kernel_choice())
+        bound = family.bind(config, problem, device)
         while len(_bound) >= _BOUND_MOST:
             del _bound[next(iter(_bound))]
         _bound[key] = bound
     bound(x, stream, column_scale, bias, out)
 
 
-def _bind(
-    device: int,
-    dtype: torch.dtype,
-    m: int,
-    kind: str,
-    n: int,
-    k: int,
-    granules: int,
-    has_zeros: bool,
-    batch_invariant: bool,
-) -> Bound:
-    problem = Problem(kind, _DTYPES[dtype], m, n, k, granules, has_zeros, batch_invariant)
-    family, config = choose(problem, chip_of(device), kernel_choice())
-    return family.bind(config, problem, device)
-
-
 @torch.library.impl(_library, "matmul", "CUDA")
 def _matmul_cuda(
     x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
 ) -> torch.Tensor:
-    n: int = facts[1]  # type: ignore[assignment]  # facts is a Facts
-    out = x.new_empty((*x.shape[:-1], n))
-    _run(x, stream, column_scale, bias, out, *facts)
+    known: Facts = facts  # type: ignore[assignment]  # the schema says so
+    out = x.new_empty((*x.shape[:-1], known[1]))
+    _run(x, stream, column_scale, bias, out, known)
     return out
 
 

@@ -33,7 +33,7 @@ Padding happens here and nowhere else: rows to 64 with scale 0, k to 128 with sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -77,6 +77,10 @@ def tile_bytes(kind: str, granules: int, has_zeros: bool) -> int:
     return code_bytes(kind) + metadata_bytes(kind) + scale_bytes(granules) * (2 if has_zeros else 1)
 
 
+# kind, n, k, granules, has_zeros, batch_invariant
+Facts = tuple[str, int, int, int, bool, bool]
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedWeight:
     """One layer's weight [n, k], ready to multiply; made by `prepare`, never changed afterwards.
@@ -97,6 +101,12 @@ class PreparedWeight:
     column_scale: torch.Tensor | None = None
     granules: int = 0
     has_zeros: bool = False
+    # What the torch op is told besides the tensors; here, so that no call has to gather it.
+    facts: Facts = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        facts = (self.kind, self.n, self.k, self.granules, self.has_zeros, self.batch_invariant)
+        object.__setattr__(self, "facts", facts)
 
     @property
     def kind(self) -> str:
