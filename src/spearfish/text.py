@@ -14,7 +14,8 @@ import torch
 
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 
-BUILTIN = "addresses"
+# What ships with the package, by name: see compress/data/README.md.
+SHIPPED = {"addresses": ("addresses",), "articles": ("articles",), "builtin": ("addresses", "articles")}
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Windows:
 
 
 def read_text(source: str) -> list[str]:
-    """The documents of a source: "addresses" (ships with the package), a text file (`.txt`, `.md`, `.xz`; documents are
-    parted by blank lines), a folder of such files, or `hub:NAME` (a hub dataset with a "text" column).
+    """The documents of a source: "builtin" (ships with the package: "addresses" of presidents and short "articles",
+    each also by itself), a text file (`.txt`, `.md`, `.xz`; documents are parted by blank lines), a folder of such files, or
+    `hub:NAME` (a hub dataset with a "text" column).
 
     Raises FormatError if there is nothing to read.
     """
-    if source == BUILTIN:
-        shipped = files("spearfish").joinpath("compress", "data", "addresses.txt.xz")
-        return _split(lzma.decompress(shipped.read_bytes()).decode())
+    if source in SHIPPED:
+        return [document for name in SHIPPED[source] for document in _shipped(name)]
     if source.startswith("hub:"):
         return _from_hub(source.removeprefix("hub:"))
     path = Path(source).expanduser()
@@ -51,10 +52,15 @@ def read_text(source: str) -> list[str]:
     elif path.is_file():
         documents = _read_file(path)
     else:
-        raise FormatError(f"text: {source} is no file, no folder, no hub:NAME and not {BUILTIN!r}")
+        raise FormatError(f"text: {source} is no file, no folder, no hub:NAME and none of {', '.join(SHIPPED)}")
     if not documents:
         raise FormatError(f"text: {source} holds no text (.txt, .md or .xz)")
     return documents
+
+
+def _shipped(name: str) -> list[str]:
+    file = files("spearfish").joinpath("compress", "data", f"{name}.txt.xz")
+    return _split(lzma.decompress(file.read_bytes()).decode())
 
 
 def _read_file(file: Path) -> list[str]:

@@ -42,8 +42,8 @@ def compress(
         list[str] | None, typer.Option(help="Modules to quantise but not prune, same patterns. Repeatable.")
     ] = None,
     calibration: Annotated[
-        str, typer.Option(help="Text: a file, a folder, hub:NAME, or 'addresses', which comes along.")
-    ] = "addresses",
+        str, typer.Option(help="Text: a file, a folder, hub:NAME, or 'builtin', which comes along.")
+    ] = "builtin",
     num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
@@ -96,8 +96,8 @@ def compress(
 def evaluate(
     folder: Annotated[str, typer.Argument(help="Checkpoint folder, or any dense model that compress takes.")],
     text: Annotated[
-        str, typer.Option(help="Prose to predict: a file, a folder, hub:NAME, or 'addresses', which comes along.")
-    ] = "addresses",
+        str, typer.Option(help="Prose to predict: a file, a folder, hub:NAME, or 'builtin', which comes along.")
+    ] = "builtin",
     against: Annotated[
         str | None, typer.Option(help="Dense model to compare with: adds the distance between their predictions.")
     ] = None,

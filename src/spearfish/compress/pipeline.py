@@ -21,6 +21,7 @@ from spearfish import checkpoint, models, text
 from spearfish.compress import methods, report
 from spearfish.compress.hessian import Hessian, relative_error
 from spearfish.compress.recipe import Recipe, matches
+from spearfish.compress.recover import Recovery, Settings
 from spearfish.compress.walk import Walker, bfloat16_is_faster
 from spearfish.compress.workfolder import WorkFolder
 from spearfish.errors import ShapeError, SpearfishError
@@ -60,6 +61,8 @@ def compress(
     out = Path(out)
     if out.exists() and not overwrite:
         raise SpearfishError(f"{out} exists already; give another folder or overwrite it (--overwrite)")
+    if recipe.bits == 16 and (recipe.recover or recipe.recover_steps):
+        raise SpearfishError("recovery trains codes and scales: bits must be 4 or 8, got 16")
     if recipe.method not in methods.METHODS:
         raise SpearfishError(f"there is no method {recipe.method!r}; choose one of {', '.join(methods.METHODS)}")
     dense = model if isinstance(model, DenseModel) else models.load_dense(model, force_generic)
@@ -115,6 +118,10 @@ def compress(
         result.layers += reports
     progress("blocks", len(walker.paths), len(walker.paths), "")
     result.judge()
+    gains: dict[str, torch.Tensor] = {}
+    recovered: dict[str, QuantWeight] = {}
+    if recipe.recover or recipe.recover_steps:
+        recovered, gains = _recover(dense, walker, recipe, work, result, progress)
 
     progress("writing", 0, 1, str(out))
     with checkpoint.CheckpointWriter(
@@ -123,11 +130,12 @@ def compress(
         packed: set[str] = set()
         for index in range(len(walker.paths)):
             for name, weight in work.load_block(index)[0].items():
-                writer.add_weight(name, weight)
+                writer.add_weight(name, recovered.get(name, weight))
                 packed.add(f"{name}.weight")
         for name in dense.reader.names():
             if name not in packed:
-                writer.add_tensor(name, dense.reader.tensor(name))
+                stored = dense.reader.tensor(name)
+                writer.add_tensor(name, gains[name].to(stored.dtype) if name in gains else stored)
     progress("writing", 1, 1, str(out))
     result.bytes_before = sum(file.stat().st_size for file in dense.folder.glob("*.safetensors"))
     result.bytes_after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -136,6 +144,21 @@ def compress(
     result.save(out / "report.json")
     work.delete()
     return result
+
+
+def _recover(
+    dense: DenseModel, walker: Walker, recipe: Recipe, work: WorkFolder, result: report.Report, progress: Progress
+) -> tuple[dict[str, QuantWeight], dict[str, torch.Tensor]]:
+    """Distillation from the dense model over all blocks at once; both models must fit into memory."""
+    settings = Settings(budget=recipe.recover, steps=recipe.recover_steps, seed=recipe.seed)
+    weights = {name: w for i in range(len(walker.paths)) for name, w in work.load_block(i)[0].items()}
+    cut = text.cut_windows(dense.tokenizer(), text.read_text(recipe.recover_text), settings.length)
+    if not len(cut):
+        raise SpearfishError(f"{recipe.recover_text} is shorter than one window of {settings.length} tokens")
+    recovery = Recovery(dense, weights, settings, walker.device, walker.fast)
+    recovery.run(cut, work.path / "recovery.safetensors", progress)
+    result.recover = recovery.summary() | {"source": recipe.recover_text, "tokens_of_text": cut.numel()}
+    return recovery.results()
 
 
 def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -> dict[str, Any]:
@@ -148,7 +171,7 @@ def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -
         with file.open("rb") as handle:
             headers.update(handle.read(int.from_bytes(handle.read(8), "little")))
     return {
-        "recipe": recipe.to_dict() | {"recover": 0},
+        "recipe": recipe.to_dict() | {"recover": 0, "recover_text": "", "recover_steps": None},
         "config": json.loads(json.dumps(dense.config)),
         "shards": sizes,
         "headers": headers.hexdigest(),

@@ -18,8 +18,9 @@ class Recipe:
 
     method: a name of `methods.METHODS`. ignore: modules left as they are; dense_layers: modules quantised but not
     pruned; both are shell patterns (`*.mlp.down_proj`) or `re:` and a regular expression, matched against the module's
-    full name. calibration: a file, a folder, `hub:NAME`, or "addresses" for the text that comes along. num_samples
-    windows of seq_len tokens each. recover: seconds of distillation from the dense model afterwards, 0 for none.
+    full name. calibration: a file, a folder, `hub:NAME`, or "builtin" for the text that comes along. num_samples
+    windows of seq_len tokens each. recover: seconds of distillation from the dense model afterwards, 0 for none;
+    recover_steps counts its steps instead, so that two runs give the same.
     """
 
     bits: int = 4
@@ -27,14 +28,15 @@ class Recipe:
     method: str = "admm"
     ignore: tuple[str, ...] = ()
     dense_layers: tuple[str, ...] = ()
-    calibration: str = "addresses"
+    calibration: str = "builtin"
     num_samples: int = 64
     seq_len: int = 512
     seed: int = 0
     equal_norm: bool = True
     damping: float = 0.01
     recover: float = 0.0
-    recover_text: str = "addresses"
+    recover_text: str = "builtin"
+    recover_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.seq_len < 2:

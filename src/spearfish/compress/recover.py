@@ -1,0 +1,346 @@
+"""Recovery: the compressed model learns from the dense one, its masks frozen and its codes in the loop.
+
+What is trained lies on the checkpoint's own grid: the codes (as real numbers that the forward pass rounds, gradients
+going straight through), the scales and the norm gains. Nothing is added to the model, so inference costs nothing more.
+
+Codes are trained in units of their scale: one learning rate then fits every layer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spearfish import sparse24
+from spearfish.compress import grid
+from spearfish.compress.workfolder import load_with_facts, save_atomically
+from spearfish.errors import SpearfishError
+from spearfish.models import DenseModel
+from spearfish.scheme import QuantWeight
+
+LOGITS_AT_ONCE = 256  # tokens; the vocabulary is the widest thing in a language model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """budget: seconds, or steps if that is given (then the result depends on nothing but the seed). tokens: per step.
+
+    rate: largest learning rate of the codes, in codes per step; scales and norm gains move by `gain_rate` of
+    themselves. Rounding fades in until `rounded` of the budget is used: before that, codes travel freely.
+    features: weight of the distance between the blocks' outputs beside that between the predictions.
+    """
+
+    budget: float = 300.0
+    steps: int | None = None
+    tokens: int = 2048
+    length: int = 256
+    rate: float = 0.02
+    gain_rate: float = 1e-3
+    warmup: float = 0.05
+    rounded: float = 0.5
+    features: float = 1.0
+    seed: int = 0
+    save_every: float = 120.0
+
+
+class _OnGrid(torch.autograd.Function):
+    """Codes [n, k] and scales [n, groups] to the weight that the file would hold; gradients go straight through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        mask: torch.Tensor | None,
+        share: float,
+        low: int,
+        high: int,
+        size: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        values = codes.round().clamp_(low, high)
+        if share < 1:
+            values = torch.lerp(codes, values, share)
+        values = values.to(dtype)
+        wide = scales.to(dtype).repeat_interleave(size, dim=1)[:, : codes.shape[1]]
+        ctx.save_for_backward(values, wide, mask)
+        ctx.size, ctx.groups = size, scales.shape[1]
+        return values * wide
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        values, wide, mask = ctx.saved_tensors
+        by_code = gradient * wide
+        if mask is not None:
+            by_code *= mask
+        n, k = values.shape
+        by_scale = F.pad(gradient * values, (0, ctx.groups * ctx.size - k)).view(n, ctx.groups, ctx.size)
+        return by_code.float(), by_scale.float().sum(-1), None, None, None, None, None, None
+
+
+class GridLinear(nn.Module):
+    """A linear whose weight lies on the grid of a QuantWeight, trainable. `share` 0 leaves the codes real, 1 rounds."""
+
+    def __init__(
+        self, weight: QuantWeight, bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        scheme = weight.scheme
+        if weight.scales is None:
+            raise SpearfishError("recovery needs quantised weights (4 or 8 bit)")
+        signed = weight.codes.to(device).float() - scheme.zero_point
+        self.mask: torch.Tensor | None = None
+        if weight.positions is not None:
+            positions = weight.positions.to(device)
+            signed = sparse24.expand(signed, positions)
+            self.mask = sparse24.expand(torch.ones_like(weight.codes, device=device), positions).bool()
+        self.codes = nn.Parameter(signed)
+        # The logarithm of a scale is trained: it stays positive, and a step changes it by a share of itself.
+        self.log_scales = nn.Parameter(weight.scales.to(device).float().clamp_min(1e-8).log())
+        self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
+        self.scheme = scheme
+        self.dtype = dtype
+        self.share = 0.0
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] if self.scheme.group_size is None else self.scheme.group_size
+
+    def weight_on_grid(self) -> torch.Tensor:
+        """[n, k] in the compute dtype."""
+        low, high = grid.code_range(self.scheme)
+        out: torch.Tensor = _OnGrid.apply(  # type: ignore[no-untyped-call]
+            self.codes, self.log_scales.exp(), self.mask, self.share, low, high, self.group, self.dtype
+        )
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(self.dtype), self.weight_on_grid(), self.bias)
+
+    def packed(self) -> QuantWeight:
+        """What goes into the checkpoint."""
+        with torch.no_grad():
+            scales = grid.as_stored(self.log_scales.exp())
+            values = self.codes.round() * grid.scale_of_columns(scales, self.scheme, self.codes.shape[1])
+            return grid.pack(values.cpu(), scales.cpu(), None if self.mask is None else self.mask.cpu(), self.scheme)
+
+
+class _Divergence(torch.autograd.Function):
+    """Mean KL(teacher ‖ student) over tokens, from final hidden states [t, d] and the shared output matrix [v, d].
+
+    The gradient is formed chunk by chunk on the way forward, so that no [t, v] tensor outlives its chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, cap: float | None
+    ) -> torch.Tensor:
+        gradient = torch.empty_like(student)
+        total = torch.zeros((), device=student.device)
+        for start in range(0, student.shape[0], LOGITS_AT_ONCE):
+            part = slice(start, start + LOGITS_AT_ONCE)
+            goal = _capped((teacher[part].to(head.dtype) @ head.T).float(), cap)
+            raw = (student[part].to(head.dtype) @ head.T).float()
+            logits = _capped(raw, cap)
+            goal.sub_(goal.logsumexp(-1, keepdim=True))
+            logits.sub_(logits.logsumexp(-1, keepdim=True))
+            p = goal.exp()
+            total += (p * (goal - logits)).sum()
+            slope = logits.exp_().sub_(p)
+            if cap is not None:
+                slope *= 1 - (raw / cap).tanh().square()
+            gradient[part] = (slope.to(head.dtype) @ head).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        ctx.count = student.shape[0]
+        return total / student.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * (gradients[0] / ctx.count), None, None, None
+
+
+def _capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Gemma squeezes its logits through a tanh."""
+    return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+
+
+def _by_blocks(model: nn.Module, tokens: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The outputs of all blocks but the last [t, d], and the final hidden state after the last norm [t, d]."""
+    out: Any = model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    flat = [hidden.flatten(0, 1) for hidden in out.hidden_states]
+    return flat[1:-1], out.last_hidden_state.flatten(0, 1)
+
+
+def _feature_loss(student: Iterable[torch.Tensor], teacher: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Mean over blocks of ‖s − t‖² / ‖t‖², token by token, so that a few huge tokens do not own it."""
+    losses = []
+    for s, t in zip(student, teacher, strict=True):
+        size = t.float().square().sum(-1)
+        losses.append(((s.float() - t.float()).square().sum(-1) / size.clamp_min(1e-6)).mean())
+    return torch.stack(losses).mean()
+
+
+def rate_at(fraction: float, warmup: float) -> float:
+    """Share of the full learning rate at a fraction of the budget: linear warm-up, then a cosine to zero."""
+    if fraction < warmup:
+        return fraction / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - warmup) / (1 - warmup))))
+
+
+class Recovery:
+    """The student, the teacher and the optimiser, kept in step so that a killed run goes on (`state_file`)."""
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        weights: dict[str, QuantWeight],
+        settings: Settings,
+        device: torch.device,
+        fast: bool,
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        self.dtype = torch.bfloat16 if fast else torch.float32
+        self.teacher = dense.whole(device, self.dtype)
+        self.student = dense.whole(device, self.dtype)
+        self.head: torch.Tensor = self.teacher.get_output_embeddings().weight  # type: ignore[operator]
+        self.cap = dense.config.get("final_logit_softcapping")
+        self.layers: dict[str, GridLinear] = {}
+        for name, weight in weights.items():
+            parent = self.student.get_submodule(name.rpartition(".")[0])
+            linear = parent.get_submodule(name.rpartition(".")[2])
+            bias = linear.bias if isinstance(linear.bias, torch.Tensor) else None
+            layer = GridLinear(weight, bias, device, self.dtype)
+            setattr(parent, name.rpartition(".")[2], layer)
+            self.layers[name] = layer
+        # Gains in float32: bfloat16 would swallow steps this small.
+        self.gains: dict[str, nn.Parameter] = {}
+        inside = f"{dense.architecture.blocks}."
+        for name, parameter in list(self.student.named_parameters()):
+            if parameter.dim() == 1 and name.startswith(inside) and name.endswith("norm.weight"):
+                owner = self.student.get_submodule(name.rpartition(".")[0])
+                owner.weight = nn.Parameter(dense.reader.tensor(name).to(device).float())
+                self.gains[name] = owner.weight
+        codes = [layer.codes for layer in self.layers.values()]
+        scales = [layer.log_scales for layer in self.layers.values()]
+        self.optimiser = torch.optim.AdamW(
+            [
+                {"params": codes, "share": settings.rate},
+                {"params": scales, "share": settings.gain_rate},
+                {"params": list(self.gains.values()), "share": settings.gain_rate},
+            ],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
+        )
+        self.step = 0
+        self.elapsed = 0.0
+        self.losses: list[float] = []
+
+    def run(
+        self, tokens: torch.Tensor, state_file: Path | None, progress: Callable[[str, int, int, str], None]
+    ) -> None:
+        """Trains on windows int64 [count, length] until the budget is used; goes through them again if they end."""
+        if state_file is not None and state_file.exists():
+            self._load(state_file)
+        settings = self.settings
+        begin = last_save = time.perf_counter() - self.elapsed
+        last_save = time.perf_counter()
+        per_step = max(1, settings.tokens // tokens.shape[1])
+        longest = 0.0
+        while True:
+            now = time.perf_counter()
+            self.elapsed = now - begin
+            # The step that would end beyond the budget is not begun.
+            fraction = self.step / settings.steps if settings.steps else (self.elapsed + longest) / settings.budget
+            if fraction >= 1:
+                break
+            loss = self._one(tokens[self._rows(len(tokens), per_step)].to(self.device), fraction)
+            if not math.isfinite(loss):
+                raise SpearfishError(f"recovery: the loss is {loss} in step {self.step}; lower the learning rate")
+            self.losses.append(loss)
+            self.step += 1
+            longest = max(longest if self.step > 2 else 0.0, time.perf_counter() - now)
+            unit = 100
+            progress("recovery", int(unit * fraction), unit, f"step {self.step}, loss {loss:.3f}")
+            if state_file is not None and time.perf_counter() - last_save > settings.save_every:
+                self._save(state_file)
+                last_save = time.perf_counter()
+        if state_file is not None:
+            self._save(state_file)
+
+    def _rows(self, count: int, per_step: int) -> torch.Tensor:
+        """Which windows step `self.step` takes: each once in every pass, in an order given by the seed alone."""
+        first = self.step * per_step
+        epoch, rows = divmod(first, count)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.settings.seed + epoch))
+        return order[torch.arange(rows, rows + per_step) % count]
+
+    def _one(self, tokens: torch.Tensor, fraction: float) -> float:
+        settings = self.settings
+        share = 1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded)
+        for layer in self.layers.values():
+            layer.share = share
+        with torch.no_grad():
+            goals, final_goal = _by_blocks(self.teacher.get_decoder(), tokens)  # type: ignore[operator]
+        blocks, final = _by_blocks(self.student.get_decoder(), tokens)  # type: ignore[operator]
+        loss: torch.Tensor = _Divergence.apply(final, final_goal, self.head, self.cap)  # type: ignore[no-untyped-call]
+        value = float(loss)
+        if settings.features and blocks:
+            loss = loss + settings.features * _feature_loss(blocks, goals)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["share"] * rate_at(fraction, settings.warmup)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return value
+
+    def summary(self) -> dict[str, Any]:
+        """For the report. The losses are means over the first and last tenth of the steps, in nats per token."""
+        tenth = max(1, len(self.losses) // 10)
+        return {
+            "seconds": self.elapsed,
+            "steps": self.step,
+            "tokens_per_step": self.settings.tokens,
+            "divergence_first": sum(self.losses[:tenth]) / tenth if self.losses else None,
+            "divergence_last": sum(self.losses[-tenth:]) / tenth if self.losses else None,
+        }
+
+    def results(self) -> tuple[dict[str, QuantWeight], dict[str, torch.Tensor]]:
+        """The recovered weights by module name, and the changed norm gains by tensor name."""
+        return (
+            {name: layer.packed() for name, layer in self.layers.items()},
+            {name: gain.detach().cpu() for name, gain in self.gains.items()},
+        )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = {f"{name}.codes": layer.codes for name, layer in self.layers.items()}
+        named |= {f"{name}.log_scales": layer.log_scales for name, layer in self.layers.items()}
+        return named | dict(self.gains)
+
+    def _save(self, file: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self._trained().items():
+            tensors[name] = parameter.detach()
+            for part, value in self.optimiser.state[parameter].items():
+                tensors[f"{name}:{part}"] = value
+        save_atomically(tensors, file, {"step": self.step, "elapsed": self.elapsed, "losses": self.losses})
+
+    def _load(self, file: Path) -> None:
+        tensors, facts = load_with_facts(file)
+        for name, parameter in self._trained().items():
+            parameter.data.copy_(tensors[name])
+            self.optimiser.state[parameter] = {
+                part: tensors[f"{name}:{part}"].to(self.device) for part in ("step", "exp_avg", "exp_avg_sq")
+            }
+        self.step, self.elapsed, self.losses = facts["step"], facts["elapsed"], list(facts["losses"])
