@@ -94,7 +94,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], QuantConfig]:
         blocks.append((separate.name, read_json(separate)))
     if not blocks and isinstance(config.get("sparsity_config"), dict):
         blocks.append(("config.json", {"quant_method": "compressed-tensors"}))
-    found = [_interpret(block, where, config.get("sparsity_config")) for where, block in blocks]
+    found = [interpret(block, where, config.get("sparsity_config")) for where, block in blocks]
     if not found:
         return config, QuantConfig("dense")
     first = found[0]
@@ -116,7 +116,8 @@ def _compare(a: QuantConfig, b: QuantConfig) -> None:
             )
 
 
-def _interpret(block: Any, where: str, sparsity: Any) -> QuantConfig:
+def interpret(block: Any, where: str, sparsity: Any = None) -> QuantConfig:
+    """What one block says. Raises FormatError where it contradicts itself, UnsupportedError for what is not read."""
     if not isinstance(block, dict):
         raise FormatError(f"{where} is not a JSON object")
     ours = block.get(OUR_KEY)
