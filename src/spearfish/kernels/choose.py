@@ -8,9 +8,10 @@ from typing import Any
 
 from spearfish.errors import UnsupportedError
 from spearfish.kernels.config import Chip, Family, Problem
+from spearfish.kernels.jit import ARCHITECTURES, Variant
 
 # Modules of this package with a FAMILY. A family is tried on every chip and says itself where it cannot run.
-FAMILY_MODULES = ("hopper", "portable")
+FAMILY_MODULES = ("hopper", "portable", "unpack")
 
 
 @lru_cache(maxsize=1)
@@ -18,6 +19,18 @@ def families() -> tuple[Family, ...]:
     """All families that are there."""
     names = (f"spearfish.kernels.{name}" for name in FAMILY_MODULES)
     return tuple(import_module(name).FAMILY for name in names if util.find_spec(name) is not None)
+
+
+def all_variants(arch: str) -> list[Variant]:
+    """All variants that a GPU of `arch` may use, those for features of exactly that chip ("sm_90a") included.
+
+    Raises UnsupportedError if there is none.
+    """
+    base = arch.rstrip("af")
+    found = [variant for name in (base, f"{base}a") for family in families() for variant in family.variants(name)]
+    if not found:
+        raise UnsupportedError(f"no kernel is made for {arch!r}; architectures: {', '.join(ARCHITECTURES)}")
+    return found
 
 
 def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, Any]:

@@ -17,15 +17,16 @@ from torch.nn import functional
 
 from spearfish import reference
 from spearfish.errors import ShapeError, UnsupportedError
-from spearfish.kernels.choose import choose
+from spearfish.kernels.choose import FAMILY_MODULES, choose
 from spearfish.kernels.config import Bound, Problem, chip_of
 from spearfish.kernels.prepare import TILE_K, Facts, PreparedWeight, from_stream, to_stream, why_no_stream
+from spearfish.kernels.unpack import dense_weight
 from spearfish.scheme import QuantScheme, QuantWeight
 
 # Values dequantised at a time, so that the float32 intermediates stay small beside the result.
 _DENSE_CHUNK = 1 << 24
 
-KERNEL_CHOICES = ("auto", "dense", "portable", "hopper")
+KERNEL_CHOICES = ("auto", "dense", *FAMILY_MODULES)
 
 
 def kernel_choice() -> str:
@@ -209,7 +210,15 @@ def _matmul_cpu(
     return functional.linear(x, _dequantize_in_chunks(weight, x.device, x.dtype), bias)
 
 
-@torch.library.impl(_library, "dequantize", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "dequantize", "CUDA")
+def _dequantize_cuda(
+    like: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, *facts: object
+) -> torch.Tensor:
+    known: Facts = facts  # type: ignore[assignment]  # the schema says so
+    return dense_weight(Problem(known[0], _DTYPES[like.dtype], 1, *known[1:]), stream, column_scale, like)
+
+
+@torch.library.impl(_library, "dequantize", "CPU")
 def _dequantize(
     like: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, *facts: object
 ) -> torch.Tensor:
