@@ -295,7 +295,7 @@ class Recovery:
             goals, final_goal = _by_blocks(self.teacher.get_decoder(), tokens)  # type: ignore[operator]
         blocks, final = _by_blocks(self.student.get_decoder(), tokens)  # type: ignore[operator]
         loss: torch.Tensor = _Divergence.apply(final, final_goal, self.head, self.cap)  # type: ignore[no-untyped-call]
-        value = float(loss)
+        value = float(loss.detach())
         if settings.features and blocks:
             loss = loss + settings.features * _feature_loss(blocks, goals)
         loss.backward()  # type: ignore[no-untyped-call]
