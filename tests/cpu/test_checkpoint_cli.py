@@ -75,7 +75,7 @@ def test_convert(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Pat
 
 def test_verify(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     code, out, _ = run(capsys, "verify", folder)
-    assert (code, out) == (0, "Good: marlin_24, 12 layers and 1 other tensors checked.")
+    assert (code, out) == (0, "Good: marlin_24, 12 layers and 1 other tensor checked.")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.q_proj.s"][0, 0] = float("nan")
     save_file(tensors, folder / "model.safetensors")

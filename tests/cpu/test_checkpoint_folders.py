@@ -209,7 +209,7 @@ def test_dense_folder_to_marlin_24(tmp_path: Path) -> None:
         truth = transforms.round_to_nearest(transforms.sparse_values(pruned[f"{name}.weight"]), 8, None)
         assert same(checkpoint.weight(name), truth)
     assert torch.equal(checkpoint.tensor("model.layers.0.k_proj.weight"), others["model.layers.0.k_proj.weight"])
-    with pytest.raises(UnsupportedError, match="2 linear layers are not 2:4"):
+    with pytest.raises(UnsupportedError, match="2 are not, the first is"):
         convert(source, tmp_path / "n", "marlin_24", require_sparse=True)
     compact = convert(source, tmp_path / "b", "ct-sparse-24-bitmask")
     assert not [layer for layer in compact.layers if layer.error is not None]
@@ -380,6 +380,14 @@ def test_sparse_bitmask_folder(tmp_path: Path, flat_prefix: bool) -> None:
     assert torch.equal(open_checkpoint(tmp_path / "b").dense("model.layers.0.q_proj"), sparse)
 
 
+def test_inspect_notes_what_is_almost_24(tmp_path: Path) -> None:
+    spoilt = values(128, 256, 0)
+    spoilt[3, 0:4] = 1
+    found = inspect(dense_folder(tmp_path / "d", {f"{LAYERS[0]}.weight": spoilt}))
+    assert found.layers == []
+    assert any(LAYERS[0] in note and "--reproject" in note for note in found.notes)
+
+
 def test_inspect_counts(tmp_path: Path) -> None:
     out, weights = original(tmp_path / "m")
     found = inspect(out)
@@ -456,6 +464,18 @@ def test_config_that_contradicts_the_tensors(tmp_path: Path) -> None:
         (out / "config.json").write_text(json.dumps(config))
         with pytest.raises(FormatError, match=text):
             open_checkpoint(out)
+
+
+@pytest.mark.parametrize("form", [target for target in TARGETS if target not in ("marlin", "dense")])
+def test_quantised_tensors_without_a_config(tmp_path: Path, form: str) -> None:
+    weight = quantised(128, 256, 0)
+    if form == "ct-sparse-24-bitmask":
+        weight = transforms.sparse_values(dequantize(weight, torch.float16))
+    out = write(tmp_path / "m", {LAYERS[0]: weight}, form)
+    (out / "config.json").write_text(json.dumps(CONFIG))
+    (out / "quantize_config.json").unlink(missing_ok=True)
+    with pytest.raises(FormatError, match="belongs to a quantised format"):
+        open_checkpoint(out)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:

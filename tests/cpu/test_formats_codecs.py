@@ -308,6 +308,13 @@ def test_int8_with_a_scale_becomes_an_8_bit_weight() -> None:
     assert dequantize(weight)[0, 0] == -64
 
 
+def test_one_scale_for_a_whole_tensor() -> None:
+    weight = random_weight(8, 32, 8, None)
+    tensors = {**FORMATS["ct-pack-quantized"].encode(weight), "weight_scale": torch.tensor([0.25]).half()}
+    found = FORMATS["ct-pack-quantized"].decode(tensors, Declared(8, -1))
+    assert torch.equal(found.scales, torch.full((8, 1), 0.25).half())
+
+
 def test_scales_outside_half_range_are_refused_unless_unused() -> None:
     weight = random_weight(64, 64, 4, None, dtype=torch.bfloat16)
     scales = weight.scales.clone()

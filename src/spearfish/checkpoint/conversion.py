@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from spearfish import sparse24
-from spearfish.checkpoint.reader import Checkpoint, is_head, natural_order, open_checkpoint
+from spearfish.checkpoint.reader import ALMOST, Checkpoint, is_head, natural_order, open_checkpoint
 from spearfish.checkpoint.writer import CheckpointWriter
 from spearfish.errors import UnsupportedError
 from spearfish.formats import FORMATS, transforms
@@ -24,9 +24,6 @@ MEANT_FOR_24 = ("marlin_24", "ct-marlin-24", "ct-sparse-24-bitmask")
 SPARSE_TARGETS = ("marlin_24", "ct-marlin-24")
 VALUE_TARGETS = ("ct-sparse-24-bitmask", "dense")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-# A layer with fewer spoilt quads than this was meant to be 2:4 and lost it; one with more was never pruned. (A layer
-# pruned without structure to one half spoils 31 % of its quads, an unpruned int4 layer more than 90 %.)
-ALMOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -175,17 +172,17 @@ class _Job:
         unpruned += [layer.name for layer in self.report.layers if "dense" in layer.after]
         if require_sparse and unpruned:
             raise UnsupportedError(
-                f"--require-sparse: {len(unpruned)} linear layers are not 2:4, the first is {unpruned[0]}"
-            )
-        if self.to in SPARSE_TARGETS and not self.sparse:
-            raise UnsupportedError(
-                f"{self.checkpoint.path}: no layer is 2:4, so there is nothing to store as {self.to}."
-                f" Prune the model first (spearfish compress), or convert to marlin, gptq or ct-pack-quantized"
+                f"--require-sparse: not every linear layer is 2:4; {len(unpruned)} are not, the first is {unpruned[0]}"
             )
         if not self.report.layers:
             raise UnsupportedError(
                 f"{self.checkpoint.path}: no layer is quantised or 2:4, so there is nothing to convert to {self.to}."
                 f" Compress the model first (spearfish compress)"
+            )
+        if self.to in SPARSE_TARGETS and not self.sparse:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: no layer is 2:4, so there is nothing to store as {self.to}."
+                f" Its dense codes fit marlin, gptq or ct-pack-quantized; spearfish compress prunes the original model"
             )
         if self.asked and not self.requantised:
             self.report.notes.append("--bits and --group-size had no effect: the layers are quantised already")

@@ -10,7 +10,7 @@ import torch
 
 from spearfish import sparse24
 from spearfish.checkpoint.hosts import hosts
-from spearfish.checkpoint.reader import Checkpoint, LinearInfo, open_checkpoint
+from spearfish.checkpoint.reader import ALMOST, Checkpoint, LinearInfo, is_head, open_checkpoint
 from spearfish.errors import FormatError
 from spearfish.formats import FORMATS, transforms
 from spearfish.formats.ct_bitmask import CtSparseBitmask
@@ -102,7 +102,9 @@ def inspect(
     result.plain_linears = list(checkpoint.plain_linears())
     result.extended = list(quant.extended) or sorted(set(reasons))
     result.runs_on = hosts(checkpoint.format, bool(result.extended))
-    result.notes = checkpoint.notes
+    if not result.layers:
+        result.runs_on = result.runs_on[1:]
+    result.notes = checkpoint.notes + _almost(checkpoint, result.plain_linears)
     result.weights = sum(row.n * row.k for row in result.layers)
     result.linear_bytes = sum(row.nbytes for row in result.layers)
     result.other_bytes = sum(entry.nbytes for entry in checkpoint.entries.values()) - result.linear_bytes
@@ -120,3 +122,18 @@ def _measure(checkpoint: Checkpoint, info: LinearInfo) -> QuantWeight | torch.Te
         if info.format != "dense":
             raise
         return checkpoint.tensor(info.tensors["weight"]).float() != 0
+
+
+def _almost(checkpoint: Checkpoint, plain: list[str]) -> list[str]:
+    """A note on plain layers that look as if they were meant to be 2:4."""
+    if checkpoint.format != "dense":
+        return []
+    shares = {name: checkpoint.sample_violations(f"{name}.weight") for name in plain if not is_head(name)}
+    almost = {name: share for name, share in shares.items() if 0 < share < ALMOST}
+    if not almost:
+        return []
+    name, share = next(iter(almost.items()))
+    return [
+        f"{len(almost)} of the plain layers are almost 2:4, the first is {name} ({share:.2%} of the groups of four"
+        f" looked at hold more than two values); convert --reproject makes them so"
+    ]

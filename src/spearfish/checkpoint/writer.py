@@ -27,7 +27,7 @@ from spearfish.formats import FORMATS, transforms
 from spearfish.formats.base import LayerFacts, main_scheme
 from spearfish.scheme import QuantScheme, QuantWeight
 
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30  # saving holds two copies of a shard for a moment
 # Files of a model folder that travel with the weights: tokenizer, templates, generation settings, code, licence.
 _CARRIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken")
 _CARRIED_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)

@@ -40,7 +40,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return
-    _print_inspection(Console(), found, layers)
+    _print_inspection(_console(), found, layers)
 
 
 def convert(
@@ -103,7 +103,7 @@ def convert(
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return
-    _print_conversion(Console(), report)
+    _print_conversion(_console(), report)
 
 
 def verify(folder: Folder, as_json: AsJson = False) -> None:
@@ -115,7 +115,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({**asdict(report), "ok": report.ok}, indent=2))
     else:
-        console = Console()
+        console = _console()
         for problem in report.problems[:MORE_THAN]:
             text = problem.what if problem.where in problem.what else f"{problem.where}: {problem.what}"
             console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -123,18 +123,19 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
             console.print(f"... and {len(report.problems) - MORE_THAN} more (--json lists all)", style="red")
         _notes(console, report.notes)
         if report.ok:
-            console.print(f"Good: {report.format}, {report.layers} layers and {report.tensors} other tensors checked.")
+            counts = f"{_many(report.layers, 'layer')} and {_many(report.tensors, 'other tensor')}"
+            console.print(f"Good: {report.format}, {counts} checked.")
         else:
-            many = "problem" if len(report.problems) == 1 else "problems"
-            console.print(f"Bad: {len(report.problems)} {many}.", style="bold red")
+            console.print(f"Bad: {_many(len(report.problems), 'problem')}.", style="bold red")
     if not report.ok:
         raise typer.Exit(1)
 
 
 def _print_inspection(console: Console, found: Inspection, every: bool) -> None:
+    said = f", says {found.where}" if found.format != "dense" else ""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("Folder", found.path)
-    facts.add_row("Format", f"{found.title}" + (f" (from {found.where})" if found.format != "dense" else ""))
+    facts.add_row("Format", f"{found.format} ({found.title})" + said)
     facts.add_row("Layers", f"{len(found.layers)} linear, {found.weights:,} weights")
     if found.layers:
         facts.add_row("Size", f"{_size(found.linear_bytes)} = {found.bits_per_weight:.3f} bits per weight")
@@ -198,7 +199,7 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
     lossy = [layer for layer in report.layers if layer.error is not None]
     console.print(
         f"{report.source} ({report.source_format}) -> {report.out} ({report.format}):"
-        f" {len(report.layers)} layers, {_size(report.bytes_before)} -> {_size(report.bytes_after)}",
+        f" {_many(len(report.layers), 'layer')}, {_size(report.bytes_before)} -> {_size(report.bytes_after)}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -209,15 +210,15 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
         worst = max(lossy, key=lambda layer: layer.error or 0)
         mean = sum(layer.error or 0 for layer in lossy) / len(lossy)
         console.print(
-            f"{len(lossy)} layers changed in value: relative error {mean:.4f} on average,"
+            f"{_many(len(lossy), 'layer')} changed in value: relative error {mean:.4f} on average,"
             f" worst {worst.error:.4f} in {worst.name}",
             markup=False,
             highlight=False,
         )
         dropped = [layer for layer in lossy if layer.dropped]
         if dropped:
-            total = sum(layer.dropped for layer in dropped)
-            console.print(f"{total:,} values were dropped from {len(dropped)} layers to make them 2:4.", style="yellow")
+            total = _many(sum(layer.dropped for layer in dropped), "value")
+            console.print(f"Dropped to make 2:4: {total} in {_many(len(dropped), 'layer')}.", style="yellow")
     if report.plain:
         console.print(f"Left plain (not 2:4): {_folded(report.plain)}", markup=False, highlight=False)
     if report.extended:
@@ -229,6 +230,15 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
 def _notes(console: Console, notes: list[str]) -> None:
     for note in notes:
         console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Standard output; wide if it is a file or a pipe, where nobody wants lines cut at 80."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def _kind(name: str) -> str:

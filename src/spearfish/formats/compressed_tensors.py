@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spearfish.formats.base import LayerFacts
+from spearfish.formats.base import LayerFacts, Tensors
 
 # Scales of activations and caches that such files carry beside a weight; a weight-only runtime leaves them aside.
 COMPANIONS = frozenset(
     {"bias", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"}
     | {"q_scale", "k_scale", "v_scale", "weight_global_scale"}
 )
+
+
+def row_scales(tensors: Tensors, n: int) -> Tensors:
+    """The tensors with a per-tensor `weight_scale` (one value, strategy "tensor") given to each of the n rows."""
+    scale = tensors.get("weight_scale")
+    if scale is None or scale.numel() != 1 or tuple(scale.shape) == (n, 1):
+        return tensors
+    return {**tensors, "weight_scale": scale.reshape(1, 1).expand(n, 1).contiguous()}
 
 
 def ct_config(

@@ -24,7 +24,7 @@ from spearfish import layouts, sparse24
 from spearfish.errors import FormatError, ShapeError, UnsupportedError
 from spearfish.formats import transforms
 from spearfish.formats.base import Declared, Description, Format, LayerFacts, Tensors, TensorSpec, need
-from spearfish.formats.compressed_tensors import COMPANIONS, ct_config
+from spearfish.formats.compressed_tensors import COMPANIONS, ct_config, row_scales
 from spearfish.formats.ct_pack_quantized import stored_shape
 from spearfish.scheme import SCALE_DTYPES, VALUE_DTYPES, QuantScheme, QuantWeight
 
@@ -48,8 +48,8 @@ class CtSparse24Bitmask(Format):
         )
 
     def describe(self, tensors: Tensors, declared: Declared | None = None, name: str = "weight") -> Description:
-        tensors = _whole_shape(tensors, name)
         compressed = need(tensors, "compressed", 2, name)
+        tensors = row_scales(_whole_shape(tensors), compressed.shape[0])
         n, k = stored_shape(need(tensors, "shape", 2, name), name, "shape")
         if k % 4:
             raise ShapeError(f"{name}: shape says k = {k}, 2:4 needs a multiple of 4")
@@ -59,8 +59,8 @@ class CtSparse24Bitmask(Format):
         return Description(n, k, scheme, compressed.dtype.itemsize * 8)
 
     def decode(self, tensors: Tensors, declared: Declared | None = None, name: str = "weight") -> QuantWeight:
-        tensors = _whole_shape(tensors, name)
         about = self.describe(tensors, declared, name)
+        tensors = row_scales(tensors, about.n)
         mask = _mask(tensors["bitmask"], about.k, name)
         try:
             positions = sparse24.positions_of_mask(mask)
@@ -162,7 +162,7 @@ class CtSparseBitmask(Format):
         raise UnsupportedError(f"{self.name} is read only")
 
 
-def _whole_shape(tensors: Tensors, name: str) -> Tensors:
+def _whole_shape(tensors: Tensors) -> Tensors:
     """The tensors with `shape` as [2, 1]: some writers stored it flat."""
     shape = tensors.get("shape")
     return {**tensors, "shape": shape.reshape(2, 1)} if shape is not None and shape.numel() == 2 else tensors

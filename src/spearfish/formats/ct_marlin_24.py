@@ -20,7 +20,7 @@ from spearfish.scheme import QuantScheme
 
 class CtMarlin24(Marlin24):
     name = "ct-marlin-24"
-    title = "compressed-tensors marlin-24"
+    title = "compressed-tensors marlin-24: marlin_24 under other names"
     markers = frozenset({"meta", "scale_packed"})
     # vLLM's loader registered a weight_shape that no writer wrote; one that is there is left aside.
     companions = COMPANIONS | {"weight_shape"}

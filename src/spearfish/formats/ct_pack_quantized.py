@@ -20,7 +20,7 @@ from spearfish import layouts
 from spearfish.errors import FormatError, ShapeError
 from spearfish.formats import transforms
 from spearfish.formats.base import Declared, Description, Format, LayerFacts, Tensors, TensorSpec, group_size, need
-from spearfish.formats.compressed_tensors import COMPANIONS, ct_config
+from spearfish.formats.compressed_tensors import COMPANIONS, ct_config, row_scales
 from spearfish.formats.gptq import act_order_index
 from spearfish.scheme import SCALE_DTYPES, QuantScheme, QuantWeight
 
@@ -51,7 +51,9 @@ class CtPackQuantized(Format):
 
     def describe(self, tensors: Tensors, declared: Declared | None = None, name: str = "weight") -> Description:
         declared = declared or Declared()
-        packed, scale = need(tensors, "weight_packed", 2, name), need(tensors, "weight_scale", 2, name)
+        packed = need(tensors, "weight_packed", 2, name)
+        tensors = row_scales(tensors, packed.shape[0])
+        scale = need(tensors, "weight_scale", 2, name)
         n, k = stored_shape(need(tensors, "weight_shape", 1, name), name, "weight_shape")
         widths = [declared.bits] if declared.bits is not None else [4, 8, 2, 3, 5, 6, 7]
         bits = next((b for b in widths if 2 <= b <= 8 and packed.shape == (n, _words(k, b))), None)
@@ -72,6 +74,7 @@ class CtPackQuantized(Format):
     def decode(self, tensors: Tensors, declared: Declared | None = None, name: str = "weight") -> QuantWeight:
         declared = declared or Declared()
         about = self.describe(tensors, declared, name)
+        tensors = row_scales(tensors, about.n)
         codes = layouts.unpack_fields(tensors["weight_packed"], about.bits, about.k)
         zeros = tensors.get("weight_zero_point")
         if zeros is not None and zeros.dtype == torch.int8:

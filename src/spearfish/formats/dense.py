@@ -21,7 +21,7 @@ from spearfish.scheme import VALUE_DTYPES, QuantScheme, QuantWeight
 
 class Dense(Format):
     name = "dense"
-    title = "dense safetensors with 2:4 values"
+    title = "plain safetensors"
     markers = frozenset({"weight"})
 
     def tensors(self, n: int, k: int, scheme: QuantScheme) -> tuple[TensorSpec, ...]:

@@ -36,7 +36,7 @@ from spearfish.scheme import SCALE_DTYPES, QuantScheme, QuantWeight
 
 class Gptq(Format):
     name = "gptq"
-    title = "GPTQ (v1)"
+    title = "GPTQ v1"
     markers = frozenset({"qweight", "qzeros"})
     n_multiple = 32
     k_multiple = 32

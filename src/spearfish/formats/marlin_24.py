@@ -38,7 +38,7 @@ from spearfish.scheme import QuantScheme, QuantWeight
 
 class Marlin24(Format):
     name = "marlin_24"
-    title = "marlin_24 (2:4 sparse Marlin)"
+    title = "2:4 sparse Marlin"
     markers = frozenset({"B_24", "B_meta"})
     n_multiple = layouts.TILE_N
     k_multiple = 2 * layouts.TILE_K
