@@ -29,10 +29,13 @@ VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (FILES, "files", ("inspect", "convert", "verify")),
     (RUN, "run", ("generate",)),
     (RUN, "compress", ("evaluate",)),
-    (RUN, "run", ("doctor",)),
+    (RUN, "run", ("serve", "doctor")),
     (MEASURE, "kernels", ()),
     (MEASURE, "bench", ()),
 )
+
+# `serve` hands its words to transformers' own command; with nothing but -h it explains itself.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app = typer.Typer(
     name="spearfish",
@@ -72,7 +75,8 @@ def _register() -> None:
             app.add_typer(module.app, name=module_name, rich_help_panel=panel)
         for verb in verbs:
             if hasattr(module, verb):
-                app.command(name=verb.rstrip("_").replace("_", "-"), rich_help_panel=panel)(getattr(module, verb))
+                name, settings = verb.rstrip("_").replace("_", "-"), PASSED_ON if verb == "serve" else None
+                app.command(name=name, rich_help_panel=panel, context_settings=settings)(getattr(module, verb))
 
 
 _register()

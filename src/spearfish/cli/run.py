@@ -79,6 +79,21 @@ def generate(
     note(f"{new} tokens in {seconds:.1f} s, {new / seconds:.1f} tokens/s")
 
 
+def serve(context: typer.Context) -> None:
+    """Serve checkpoints over HTTP, OpenAI style: `spearfish serve DIR --port 8000`.
+
+    transformers' own server, with all its options (`spearfish serve DIR --help` lists them), on files that it could not
+    read by itself.
+    """
+    if not context.args:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+    need_models()
+    from spearfish.integrations import transformers
+
+    transformers.serve(context.args)
+
+
 def open_model(folder: Path, device: str | None, dtype: DType) -> tuple[Any, Any]:
     """Model and tokenizer of a checkpoint folder; says on stderr what it takes."""
     models = need_models()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from spearfish import reference
 from spearfish.checkpoint import Checkpoint, open_checkpoint
-from spearfish.checkpoint.config import OUR_KEY
+from spearfish.checkpoint.config import OUR_KEY, interpret
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.nn import QuantLinear
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 # Methods of config.json that hosts know and that ours hide behind; "spearfish" is never written to a file.
 OURS = "spearfish"
 SHARED_METHODS = ("gptq", "compressed-tensors")
+# Formats of these methods that the original quantisers read; "dense" is a block that compresses nothing.
+THEIRS = ("gptq", "gptq_v2", "ct-pack-quantized", "dense")
 
 
 def load(
@@ -170,14 +173,17 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
                     f" [{linear.out_features}, {linear.in_features}]"
                 )
             _replace(model, name, Placeholder(linear, info.nbytes))
-        # transformers would list the packed tensors as unexpected: they are read by us, afterwards.
-        names = "|".join(re.escape(name) for name in checkpoint.linears)
-        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | {rf"^(?:{names})\."}  # type: ignore[assignment]
+        # What is read by us, afterwards, would be listed as unexpected (packed) or missing (as the model knows it).
+        names = [*checkpoint.linears, *(name.removesuffix(".weight") for name in checkpoint.tables)]
+        _ignore(model, "_keys_to_ignore_on_load_unexpected", [rf"{re.escape(name)}\..+" for name in names])
+        _ignore(model, "_keys_to_ignore_on_load_missing", [re.escape(name) for name in checkpoint.tables])
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         if self.checkpoint is None:
             raise SpearfishError("the checkpoint was not opened before its weights were to be read")
+        for name in self.checkpoint.tables:
+            parameter = model.get_parameter(name)
+            parameter.data.copy_(self.checkpoint.tensor(name))
         nbytes = 0
         for name, module in list(model.named_modules()):
             if isinstance(module, Placeholder):
@@ -234,9 +240,16 @@ def _read(checkpoint: Checkpoint, name: str, bias: nn.Parameter | None, dtype: t
         return QuantLinear(checkpoint.weight(name), bias)
     try:
         return QuantLinear(checkpoint.weight(name), bias)
-    except UnsupportedError as reason:
+    except (FormatError, UnsupportedError) as reason:
         logger.info("%s stays a plain linear: %s", name, reason)
-    return _plain_linear(checkpoint.dense(name, dtype), bias)
+    values = checkpoint.tensor(f"{name}.weight") if f"{name}.weight" in checkpoint.entries else checkpoint.dense(name)
+    return _plain_linear(values.to(dtype), bias)
+
+
+def _ignore(model: nn.Module, attribute: str, patterns: list[str]) -> None:
+    """Add to the patterns of tensor names that transformers does not complain about."""
+    known = set(getattr(model, attribute, None) or ())
+    setattr(model, attribute, known | ({f"^(?:{'|'.join(patterns)})$"} if patterns else set()))
 
 
 def _plain_linear(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
@@ -276,10 +289,11 @@ class Switch:
 
     def __init__(self, original: Any, ours: Any) -> None:
         self.original, self.ours = original, ours
+        self.takes_all = False
 
     def from_dict(self, block: dict[str, Any], **options: Any) -> Any:
         """The table of configs: makes an object of a block of config.json."""
-        return self.ours(block) if is_ours(block) else self.original.from_dict(block, **options)
+        return self.ours(block) if self.takes_all or is_ours(block) else self.original.from_dict(block, **options)
 
     def __call__(self, config: Any, **options: Any) -> Any:
         """The table of quantisers: the quantiser for a config object."""
@@ -290,8 +304,35 @@ class Switch:
 
 
 def is_ours(block: dict[str, Any]) -> bool:
-    """Whether a quantization_config names what spearfish alone can run, or was written by spearfish."""
-    return OUR_KEY in block
+    """Whether a quantization_config was written by spearfish, or names a format that no other quantiser reads today."""
+    if OUR_KEY in block:
+        return True
+    try:
+        return interpret(block, "quantization_config").format not in THEIRS
+    except SpearfishError:
+        return False
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run transformers' own OpenAI-style server; `arguments` are those of `transformers serve`.
+
+    Within it every GPTQ and compressed-tensors file that can be read here is ours. Raises UnsupportedError if the
+    packages of the server are missing.
+    """
+    try:
+        from transformers.cli.serve import Serve, is_serve_available
+    except ImportError as error:
+        raise UnsupportedError(f"this transformers has no server: {error}") from error
+    if not is_serve_available():
+        raise UnsupportedError("the server needs a few more packages: pip install 'transformers[serving]'")
+    import typer
+
+    for table in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        for method in SHARED_METHODS:
+            table[method].takes_all = True
+    server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    server.command(context_settings={"help_option_names": ["-h", "--help"]})(Serve)
+    server(args=list(arguments), prog_name="spearfish serve")
 
 
 def register() -> None:
@@ -330,7 +371,10 @@ def teach_peft() -> None:
         if hasattr(target, "get_base_layer"):
             base = target.get_base_layer()  # type: ignore[operator]
         if isinstance(base, QuantLinear):
-            return QuantLoraLinear(target, adapter_name, config=config, **options)
+            with warnings.catch_warnings():
+                # PEFT tells of every layer whose class it does not know that it is at the user's own risk.
+                warnings.filterwarnings("ignore", message="Unsupported layer type")
+                return QuantLoraLinear(target, adapter_name, config=config, **options)
         return original(target, adapter_name, config, **options)
 
     dispatch.knows_quant_linear = True  # type: ignore[attr-defined]
