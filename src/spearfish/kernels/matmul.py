@@ -104,10 +104,9 @@ def matmul(
     stream = prepared.stream
     if stream is not None and out is None and _is_plain_call(x, bias):
         # The same as the op below without torch's dispatcher, which takes several times as long as the launch.
-        shape = x.shape
-        if shape[-1:] != (prepared.k,) or x.dtype != prepared.dtype or x.device != prepared.device or bias is not None:
+        if bias is not None or x.dim() != 2 or x.size(1) != prepared.k or x.dtype is not prepared.dtype:
             _check(x, prepared, bias, out)
-        result = x.new_empty((*shape[:-1], prepared.n))
+        result = x.new_empty((x.size(0), prepared.n) if x.dim() == 2 else (*x.shape[:-1], prepared.n))
         _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
         return result
     _check(x, prepared, bias, out)
@@ -159,14 +158,15 @@ def _run(
     k = facts[2]
     if x.dim() != 2:
         x = x.reshape(-1, k)
-    m = x.shape[0]
+    m, device = x.size(0), x.get_device()
     if m == 0:
         return
     if k % 8:
         x = functional.pad(x, (0, -k % 8))
     elif not (x.is_contiguous() or (x.stride(1) == 1 and x.stride(0) % 8 == 0)) or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    device = x.get_device()
+    if device != stream.get_device():
+        raise ShapeError(f"x is on {x.device}, the weight on {stream.device}")
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _run(x, stream, column_scale, bias, out, facts)

@@ -29,18 +29,19 @@ _tickets = itertools.count(secrets.randbits(62) + 1)
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def workspace(device: int, size: int) -> torch.Tensor:
-    """uint8 [>= size] for one launch on torch's current stream of `device`; every launch leaves its flags cleared.
+def workspace(device: int, size: int, stream: int) -> torch.Tensor:
+    """uint8 [>= size] for one launch on `stream`, torch's current one; every launch leaves its flags cleared.
 
     One for each stream, grown when needed: launches of one stream follow each other. A graph gets its own from its
     own pool, since it may be replayed on any stream.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
-    key = (device, jit.current_stream(device))
-    found = _workspaces.get(key)
+    found = _workspaces.get((device, stream))
     if found is None or found.numel() < size:
-        found = _workspaces[key] = torch.zeros(max(size, 1 << 20), dtype=torch.uint8, device=f"cuda:{device}")
+        found = _workspaces[device, stream] = torch.zeros(
+            max(size, 1 << 20), dtype=torch.uint8, device=f"cuda:{device}"
+        )
     return found
 
 
@@ -108,6 +109,7 @@ class PortableFamily:
         flag_bytes = -(-8 * tiles * others // 128) * 128
         work_bytes = flag_bytes + 4 * tiles * others * shape.block_n * shape.block_m
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _PER_CALL.pack_into
+        current_stream = torch._C._cuda_getCurrentRawStream
 
         def run(
             x: torch.Tensor,
@@ -116,7 +118,9 @@ class PortableFamily:
             bias: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            work = workspace(device, work_bytes) if others else None
+            on = current_stream(device)
+            # `work` stays alive until the launch is enqueued; from then on the order of the stream protects it.
+            work = workspace(device, work_bytes, on) if others else None
             flags = 0 if work is None else work.data_ptr()
             with lock:
                 pack(
@@ -132,7 +136,7 @@ class PortableFamily:
                     next(_tickets),
                     x.stride(0) * 2,
                 )
-                launch(jit.current_stream(device))
+                launch(on)
 
         return run
 
