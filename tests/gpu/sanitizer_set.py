@@ -5,8 +5,8 @@
     compute-sanitizer --tool racecheck python tests/gpu/sanitizer_set.py few
 
 (`few` leaves out the kinds that differ only in how a register is unpacked: racecheck is slow. API errors are off
-because CUDA's Python bindings probe for functions that an older driver lacks.) Without torch's caching allocator, so that each tensor is an allocation of
-its own and one byte too far is seen. Compares every result with the reference as well.
+because CUDA's Python bindings probe for functions that an older driver lacks.) Torch's caching allocator is off, so
+that each tensor is an allocation of its own and one byte too far is seen. Every result is compared with the reference.
 """
 
 from __future__ import annotations
