@@ -18,7 +18,7 @@ import torch
 from spearfish.models import load_dense
 
 OUT = Path(__file__).parents[1] / "src/spearfish/compress/data/articles.txt.xz"
-NEW_TOKENS = 220
+NEW_TOKENS = 240
 BATCH = 130
 ASK = (
     "Write an encyclopedia article about {}.",
@@ -64,7 +64,7 @@ def main() -> None:
     tokenizer.padding_side = "left"
     model = dense.whole(dtype=torch.bfloat16)
     topics = [" ".join(topic.split()) for topic in TOPICS.split(";")]
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     torch.manual_seed(0)
     prompts = [ASK[(i + r) % len(ASK)].format(topic) for r in range(rounds) for i, topic in enumerate(topics)]
     # Mixed, so that any stretch of the file touches many topics.
@@ -76,9 +76,7 @@ def main() -> None:
         rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
         inputs = tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
-            out = model.generate(
-                **inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=0.95
-            )
+            out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.75, top_k=50)
         texts += tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
         print(f"{len(texts)} of {len(prompts)}, {time.perf_counter() - start:.0f} s", flush=True)
         whole = ["\n".join(line.strip() for line in text.split("\n") if line.strip()) for text in texts]
