@@ -186,22 +186,40 @@ def round_to_nearest(weight: torch.Tensor | QuantWeight, bits: int, group: int |
     scale = 2 max|w| / (2^bits - 1) rounded to fp16, code = clamp(round(w / scale) + 2^(bits-1)); the convention of
     AutoGPTQ and of vLLM's own test quantiser. Zeros stay exactly zero, so 2:4 stays 2:4.
     """
-    sparse = isinstance(weight, QuantWeight)
-    dense = dequantize(weight) if isinstance(weight, QuantWeight) else weight.float()
-    scheme = QuantScheme(bits, group, sparsity="2:4" if sparse else "dense")
-    n, k = dense.shape
-    groups, size = scheme.groups(k), k if group is None else group
-    padded = torch.nn.functional.pad(dense, (0, groups * size - k)).reshape(n, groups, size)
-    limit = torch.finfo(torch.float16)
-    scales = (padded.abs().amax(-1) * (2 / ((1 << bits) - 1))).clamp(max=limit.max).to(torch.float16)
+    n, k = (weight.n, weight.k) if isinstance(weight, QuantWeight) else weight.shape
+    positions = weight.positions if isinstance(weight, QuantWeight) else None
+    scheme = QuantScheme(bits, group, sparsity="dense" if positions is None else "2:4")
+    size = k if group is None else group
+    if positions is None:
+        dense = dequantize(weight) if isinstance(weight, QuantWeight) else weight.float()
+        codes, scales = _nearest(dense, bits, scheme.groups(k), size)
+    elif isinstance(weight, QuantWeight) and weight.scheme.bits == 16 and size % 4 == 0:
+        # Groups end between quads, so the kept half can be rounded by itself.
+        codes, scales = _nearest(weight.codes.float(), bits, scheme.groups(k), size // 2)
+    else:
+        dense = dequantize(weight) if isinstance(weight, QuantWeight) else weight.float()
+        codes, scales = _nearest(dense, bits, scheme.groups(k), size)
+        codes = sparse24.compress(codes, positions)
+    return QuantWeight(scheme, codes, scales, positions)
+
+
+def _nearest(values: torch.Tensor, bits: int, groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [n, width] and scales fp16 [n, groups] of float32 values [n, width] in groups of `size`."""
+    n, width = values.shape
+    grouped = torch.nn.functional.pad(values, (0, groups * size - width)).reshape(n, groups, size)
+    limit = torch.finfo(torch.float16).max
+    scales = (grouped.abs().amax(-1) * (2 / ((1 << bits) - 1))).clamp(max=limit).to(torch.float16)
     # A group without values, or too small for fp16, gets the scale 1: its codes are all zero points.
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    zero = scheme.zero_point
-    codes = (padded / scales.float().unsqueeze(-1)).round_().add_(zero).clamp_(0, (1 << bits) - 1)
-    codes = codes.to(torch.uint8).reshape(n, -1)[:, :k].contiguous()
-    if not isinstance(weight, QuantWeight) or weight.positions is None:
-        return QuantWeight(scheme, codes, scales)
-    return QuantWeight(scheme, sparse24.compress(codes, weight.positions), scales, weight.positions)
+    codes = grouped / scales.float().unsqueeze(-1)
+    codes = codes.round_().add_(1 << (bits - 1)).clamp_(0, (1 << bits) - 1).to(torch.uint8)
+    return codes.reshape(n, -1)[:, :width].contiguous(), scales
+
+
+def rows(weight: QuantWeight, start: int, stop: int) -> QuantWeight:
+    """Output rows start..stop of a weight, as views."""
+    cut = {name: tensor if name == "group_index" else tensor[start:stop] for name, tensor in weight.tensors().items()}
+    return QuantWeight(weight.scheme, **cut)
 
 
 def reproject(weight: QuantWeight) -> QuantWeight:
