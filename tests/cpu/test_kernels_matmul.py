@@ -111,3 +111,21 @@ def test_the_compiler_sees_through_the_layer() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     x = torch.randn(5, 64)
     assert torch.equal(compiled(x), layer(x))
+
+
+def test_the_reasons_against_the_kernels_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spearfish.kernels import jit
+    from spearfish.kernels.matmul import _why_no_kernel
+
+    weight, gpu = random_weight(QuantScheme(4, 48), 24, 96), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
+    monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    reason = _why_no_kernel(weight, gpu, torch.float16) or ""
+    for words in ("cuda-core is not installed", "group 48", "an old card has capability 7.5"):
+        assert words in reason
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert _why_no_kernel(random_weight(QuantScheme(4, 32), 24, 96), gpu, torch.float16) is None
+    monkeypatch.setenv("SPEARFISH_KERNEL", "dense")
+    assert _why_no_kernel(weight, gpu, torch.float16) == "SPEARFISH_KERNEL=dense"

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from importlib import import_module, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def _digest(variant: Variant) -> bytes:
 _OPTIONS = ("-std=c++17", "ptxas -v")
 
 
+_INSTALL = "pip install 'spearfish[cu13]', or [cu12] with a CUDA 12 torch"
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled or launched in this environment, or None."""
+    try:
+        found = find_spec("cuda.core")
+    except ModuleNotFoundError:
+        found = None
+    return None if found else f"cuda-core is not installed ({_INSTALL})"
+
+
 _import_lock = threading.Lock()
 
 
@@ -125,8 +138,7 @@ def _need_cuda_core() -> Any:
             return import_module("cuda.core")
     except ImportError as error:
         raise UnsupportedError(
-            f"the kernels are compiled and launched through cuda-core, which cannot be imported ({error}):"
-            " pip install 'spearfish[cu13]', or [cu12] with a CUDA 12 torch"
+            f"the kernels are compiled and launched through cuda-core, which cannot be imported ({error}): {_INSTALL}"
         ) from error
 
 

@@ -9,6 +9,7 @@ dequantised once into the compute dtype and the library's own product. `Prepared
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch.nn import functional
 
 from spearfish import reference
 from spearfish.errors import ShapeError, UnsupportedError
+from spearfish.kernels import jit
 from spearfish.kernels.choose import FAMILY_MODULES, choose
 from spearfish.kernels.config import Bound, Problem, chip_of
 from spearfish.kernels.prepare import TILE_K, Facts, PreparedWeight, from_stream, to_stream, why_no_stream
 from spearfish.kernels.unpack import dense_weight
 from spearfish.scheme import QuantScheme, QuantWeight
+
+log = logging.getLogger("spearfish")
 
 # Values dequantised at a time, so that the float32 intermediates stay small beside the result.
 _DENSE_CHUNK = 1 << 24
@@ -46,6 +50,7 @@ def prepare(
     """A new object that `matmul` can multiply activations of `dtype` with on `device` (default: where `weight` is).
 
     batch_invariant: row r of the product has the same bits whatever other rows stand beside it, for a little speed.
+    Scales of groups are rounded to `dtype` if they have another; a scale per row stays float32.
     `weight` is not changed and not kept. Raises UnsupportedError for a dtype that is no float.
     """
     device = torch.device(device) if device is not None else weight.device
@@ -57,6 +62,8 @@ def prepare(
     if batch_invariant and device.type == "cuda":
         raise UnsupportedError(f"batch_invariant needs one of the kernels, and none takes this weight: {reason}")
     dense = _dequantize_in_chunks(weight, device, dtype)
+    if device.type == "cuda":
+        log.info("%s [%d, %d] runs dense, in %d bytes: %s", weight.scheme, weight.n, weight.k, dense.nbytes, reason)
     return PreparedWeight(weight.scheme, weight.n, weight.k, dtype, f"dense: {reason}", batch_invariant, dense=dense)
 
 
@@ -65,10 +72,11 @@ def _why_no_kernel(weight: QuantWeight, device: torch.device, dtype: torch.dtype
         return f"the device is {device.type}"
     if kernel_choice() == "dense":
         return "SPEARFISH_KERNEL=dense"
+    reasons = [jit.why_not(), why_no_stream(weight, dtype)]
     major, minor = torch.cuda.get_device_capability(device)
-    reasons = [] if major >= 8 else [f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, not 8.0"]
-    reason = why_no_stream(weight, dtype)
-    return "; ".join(reasons + ([reason] if reason else [])) or None
+    if major < 8:
+        reasons.append(f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, the kernels begin at 8.0")
+    return "; ".join(reason for reason in reasons if reason) or None
 
 
 def _kernel_words(device: torch.device) -> str:
