@@ -209,18 +209,19 @@ class _Job:
         share = float(sparse24.violations(mask).double().mean())
         if share >= ALMOST:
             return source, 0
-        if share > 0 and not self.reproject:
+        if share == 0:
+            # Only float values come here: 2:4 codes were found by the reader.
+            if isinstance(source, torch.Tensor):
+                return FORMATS["dense"].decode({"weight": source}, None, name), 0
+            return source, 0
+        if not self.reproject:
             if self.to == "dense":
                 return source, 0
             transforms.require_24(mask, name)
         if isinstance(source, QuantWeight):
             weight = transforms.reproject(source)
         else:
-            weight = (
-                transforms.reproject_values(source)
-                if share
-                else FORMATS["dense"].decode({"weight": source}, None, name)
-            )
+            weight = transforms.reproject_values(source)
         return weight, int(mask.sum()) - int(transforms.nonzero(weight).sum())
 
     def _as_target(self, weight: QuantWeight, name: str) -> QuantWeight | torch.Tensor:
