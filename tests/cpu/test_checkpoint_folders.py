@@ -283,6 +283,20 @@ def test_padding(tmp_path: Path) -> None:
     assert verify(tmp_path / "m").ok
 
 
+def test_every_layer_that_fails_is_reported(tmp_path: Path) -> None:
+    weights = {f"model.layers.{i}.fc": quantised(60, 64, i) for i in range(7)} | {
+        "model.layers.9.fc": quantised(64, 64, 9)
+    }
+    source = write(tmp_path / "p", weights, "ct-pack-quantized")
+    with pytest.raises(UnsupportedError, match="7 layers cannot be converted") as caught:
+        convert(source, tmp_path / "m", "marlin_24")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 7
+    assert all(f"model.layers.{i}.fc: marlin_24 cannot hold" in lines[i + 1] for i in range(5))
+    assert lines[-1] == "  ... and 2 more"
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
     dense = write(tmp_path / "g", {LAYERS[0]: quantised(128, 256, 0, pruned=False)}, "gptq")
     with pytest.raises(UnsupportedError, match="no layer is 2:4.*marlin, gptq"):

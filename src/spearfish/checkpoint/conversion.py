@@ -11,7 +11,7 @@ import torch
 from spearfish import sparse24
 from spearfish.checkpoint.reader import ALMOST, Checkpoint, is_head, natural_order, open_checkpoint
 from spearfish.checkpoint.writer import CheckpointWriter
-from spearfish.errors import UnsupportedError
+from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import FORMATS, transforms
 from spearfish.formats.ct_bitmask import CtSparseBitmask
 from spearfish.reference import dequantize
@@ -23,6 +23,7 @@ TARGETS = tuple(name for name in FORMATS if name != CtSparseBitmask.name)
 MEANT_FOR_24 = ("marlin_24", "ct-marlin-24", "ct-sparse-24-bitmask")
 SPARSE_TARGETS = ("marlin_24", "ct-marlin-24")
 VALUE_TARGETS = ("ct-sparse-24-bitmask", "dense")
+SHOWN = 5  # failures of layers in one message
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -45,7 +46,7 @@ class Converted:
 
 @dataclass
 class ConvertReport:
-    """What `convert` did. `plain` names the linear layers that stayed as they were."""
+    """What `convert` did. `plain` names the linear layers, other than the head, that hold no codes and no 2:4."""
 
     source: str
     out: str
@@ -83,7 +84,7 @@ def convert(
     dtype: of the values of `dense` and `ct-sparse-24-bitmask`; the model's own if not given.
     progress: called with (layer, number, of how many) before each.
 
-    Raises UnsupportedError or FormatError with every reason; then nothing is left at `out`.
+    Raises UnsupportedError or FormatError with every reason of every layer; then nothing is left at `out`.
     """
     if to not in TARGETS:
         raise UnsupportedError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
@@ -105,7 +106,7 @@ def convert(
             if progress is not None:
                 progress(name, i, len(parts))
             if is_layer:
-                job.layer(name, writer)
+                job.try_layer(name, writer)
             else:
                 writer.add_tensor(name, checkpoint.tensor(name))
         job.finish(require_sparse)
@@ -134,21 +135,29 @@ class _Job:
         self.reproject = reproject
         self.dtype = DTYPES[dtype] if dtype is not None else None
         self.sparse = 0
-        self.refused: list[str] = []
+        self.failed: list[SpearfishError] = []
         self.requantised = 0
         self.report = ConvertReport(str(checkpoint.path), "", checkpoint.format, to, notes=list(checkpoint.notes))
+        if checkpoint.format != "dense":
+            self.report.plain += [name for name in checkpoint.plain_linears() if not is_head(name)]
         self.report.bytes_before = sum(entry.nbytes for entry in checkpoint.entries.values())
         if checkpoint.companions:
             self.report.notes.append(
                 f"{len(checkpoint.companions)} scales of activations were left out: spearfish runs weights only"
             )
 
+    def try_layer(self, name: str, writer: CheckpointWriter) -> None:
+        """`layer`, but a failure waits until all layers have been looked at, so that all can be reported."""
+        try:
+            self.layer(name, writer)
+        except SpearfishError as error:
+            self.failed.append(error)
+
     def layer(self, name: str, writer: CheckpointWriter) -> None:
         """Read, change and write one layer."""
         source = self._read(name)
         n, k = (source.n, source.k) if isinstance(source, QuantWeight) else (source.shape[0], source.shape[1])
         before = str(source.scheme) if isinstance(source, QuantWeight) else f"{_short(source.dtype)} dense"
-        dropped = 0
         weight, dropped = self._as_sparse(source, name)
         if isinstance(weight, QuantWeight):
             weight = self._as_target(weight, name)
@@ -168,8 +177,14 @@ class _Job:
 
     def finish(self, require_sparse: bool) -> None:
         """The checks that need all layers. Raises; the writer then leaves nothing."""
-        unpruned = [name for name in self.report.plain if not is_head(name)]
-        unpruned += [layer.name for layer in self.report.layers if "dense" in layer.after]
+        if len(self.failed) == 1:
+            raise self.failed[0]
+        if self.failed:
+            kind = FormatError if all(isinstance(error, FormatError) for error in self.failed) else UnsupportedError
+            shown = [f"  {error}" for error in self.failed[:SHOWN]]
+            more = [f"  ... and {len(self.failed) - SHOWN} more"] if len(self.failed) > SHOWN else []
+            raise kind("\n".join([f"{len(self.failed)} layers cannot be converted:", *shown, *more]))
+        unpruned = self.report.plain + [layer.name for layer in self.report.layers if "dense" in layer.after]
         if require_sparse and unpruned:
             raise UnsupportedError(
                 f"--require-sparse: not every linear layer is 2:4; {len(unpruned)} are not, the first is {unpruned[0]}"

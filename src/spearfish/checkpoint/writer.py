@@ -170,8 +170,9 @@ class CheckpointWriter:
         try:
             save_file(_unshared(self._pending), file, metadata={"format": "pt"})
             _sync(file)
-        except (OSError, SafetensorError) as error:
-            raise FormatError(f"{self.out}: a shard cannot be written: {error}") from error
+        except SafetensorError as error:
+            # A full disk and the like: no matter of formats, and nothing that the next layer could mend.
+            raise OSError(f"{self.out}: a shard cannot be written: {error}") from error
         self._shards.append({name: tensor.numel() * tensor.itemsize for name, tensor in self._pending.items()})
         self._pending, self._pending_bytes = {}, 0
 

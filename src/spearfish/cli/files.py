@@ -220,7 +220,7 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
             total = _many(sum(layer.dropped for layer in dropped), "value")
             console.print(f"Dropped to make 2:4: {total} in {_many(len(dropped), 'layer')}.", style="yellow")
     if report.plain:
-        console.print(f"Left plain (not 2:4): {_folded(report.plain)}", markup=False, highlight=False)
+        console.print(f"Left plain: {_folded(report.plain)}", markup=False, highlight=False)
     if report.extended:
         console.print("Extended: needs spearfish. " + "; ".join(report.extended) + ".", style="yellow")
     _notes(console, report.notes)
