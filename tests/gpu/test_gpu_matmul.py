@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_every_number_of_tokens(scheme: QuantScheme, dtype: torch.dtype) -> None
 def test_hard_shapes(n: int, k: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
     weight = random_weight(scheme, n, k, dtype)
     prepared = prepare(weight, dtype=dtype)
-    for m in (1, 9, 16, 33, 65, 257):
+    for m in (1, 2, 8, 9, 16, 17, 31, 33, 64, 65, 100, 257, 1000):
         x, y = inputs(m, k, dtype, m), poisoned(m, n, dtype)
         check(matmul(x, prepared, out=y), x, weight)
 
@@ -205,6 +206,24 @@ def test_the_same_bits_in_a_hundred_runs_and_on_two_streams(m: int) -> None:
             results.append(matmul(x, prepared))
     torch.cuda.synchronize()
     assert all(torch.equal(y, first) for y in results)
+
+
+def test_threads_with_streams_of_their_own() -> None:
+    """Launches from several threads share bound launches and must not share anything else."""
+    weight = random_weight(QuantScheme(4, 128), 1024, 4096, torch.float16)
+    prepared = prepare(weight)
+    xs = [inputs(m, 4096, torch.float16, m) for m in (3, 16, 16, 40)]
+    wanted = [matmul(x, prepared) for x in xs]
+    torch.cuda.synchronize()
+
+    def work(index: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [matmul(xs[index], prepared) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(y, wanted[index]) for y in results)
+
+    with ThreadPoolExecutor(4) as workers:
+        assert all(workers.map(work, range(4)))
 
 
 @pytest.mark.parametrize("scheme", [QuantScheme(4, 128), QuantScheme(8)], ids=str)

@@ -53,7 +53,7 @@ def build(
 @app.command(name="list")
 def list_(arch: Arch = None, every: All = False, jobs: Jobs = 2) -> None:
     """Show every kernel variant with its registers, spills, shared memory and size; compiles what is missing."""
-    table = Table("arch", "kernel", "variant", "registers", "spilled bytes", "static shared", "cubin KiB", box=None)
+    table = Table("arch", "kernel", "variant", "registers", "spilled bytes", "shared KiB", "cubin KiB", box=None)
     for binary in _compile(_architectures(arch, every), jobs):
         facts = binary.resources
         table.add_row(
@@ -62,7 +62,7 @@ def list_(arch: Arch = None, every: All = False, jobs: Jobs = 2) -> None:
             " ".join(f"{name.lower()}={value}" for name, value in binary.variant.macros),
             str(facts.registers),
             str(facts.spill_stores + facts.spill_loads + facts.stack),
-            str(facts.static_shared),
+            f"{(facts.static_shared + binary.variant.dynamic_shared) / 1024:.0f}",
             f"{len(binary.cubin) / 1024:.0f}",
         )
     Console(width=200).print(table)

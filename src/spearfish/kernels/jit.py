@@ -41,12 +41,16 @@ _FRAME_MAGIC = b"spearfish cubin 1\n"
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel to compile: `entry` of kernels/cuda/`source` with `macros` (name, value) for `arch` ("sm_90a")."""
+    """One kernel to compile: `entry` of kernels/cuda/`source` with `macros` (name, value) for `arch` ("sm_90a").
+
+    `dynamic_shared` tells the most bytes that a launch may ask for; it is no part of what is compiled.
+    """
 
     source: str
     entry: str
     arch: str
     macros: tuple[tuple[str, int | str], ...] = ()
+    dynamic_shared: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.entry}[{', '.join(f'{name}={value}' for name, value in self.macros)}] {self.arch}"
