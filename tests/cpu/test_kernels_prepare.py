@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spearfish import reference, sparse24
-from spearfish.errors import UnsupportedError
+from spearfish.errors import ShapeError, UnsupportedError
 from spearfish.kernels.prepare import (
     TILE_N,
     code_bytes,
@@ -156,6 +156,15 @@ def test_scales_that_float16_cannot_hold_are_refused() -> None:
     huge = QuantWeight(weight.scheme, weight.codes, torch.full((8, 3), 1e5, dtype=torch.bfloat16), weight.positions)
     assert "range" in (why_no_stream(huge, torch.float16) or "")
     assert why_no_stream(huge, torch.bfloat16) is None
+
+
+def test_patterns_that_the_instruction_does_not_know_never_reach_it() -> None:
+    weight = random_weight(QuantScheme(4, 32), 70, 96)
+    assert weight.positions is not None
+    positions = weight.positions.clone()
+    positions[66, 5] = 0b0110  # place 2 before place 1
+    with pytest.raises(ShapeError, match=r"positions\[66, 5\] is 6"):
+        to_stream(replace(weight, positions=positions), "cpu", torch.float16)
 
 
 def test_act_order_is_refused_and_a_plain_index_is_not() -> None:

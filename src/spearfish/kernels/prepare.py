@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spearfish.errors import UnsupportedError
+from spearfish.errors import ShapeError, UnsupportedError
 from spearfish.scheme import QuantScheme, QuantWeight
 
 TILE_N = 64
@@ -180,7 +180,8 @@ def _granules(weight: QuantWeight) -> int:
 def to_stream(
     weight: QuantWeight, device: torch.device | str, dtype: torch.dtype, batch_invariant: bool = False, path: str = ""
 ) -> PreparedWeight:
-    """The tile stream of `weight` on `device`. Raises UnsupportedError with the reason of `why_no_stream`."""
+    """The tile stream of `weight` on `device`. Raises UnsupportedError with the reason of `why_no_stream`, ShapeError if
+    a pattern of kept positions is not legal."""
     reason = why_no_stream(weight, dtype)
     if reason:
         raise UnsupportedError(f"no tile stream for {weight.scheme} [{weight.n}, {weight.k}]: {reason}")
@@ -194,6 +195,7 @@ def to_stream(
     for first in range(0, n_tiles, step):
         rows = slice(first * TILE_N, (first + step) * TILE_N)
         part = QuantWeight(weight.scheme, **{name: tensor[rows].to(device) for name, tensor in per_row.items()})
+        _refuse_illegal_positions(part, rows.start)
         _fill(stream[first : first + step], part, kind, granules, dtype)
     column_scale = None
     if granules == 0 and weight.scales is not None:
@@ -211,6 +213,20 @@ def to_stream(
         granules=granules,
         has_zeros=has_zeros,
     )
+
+
+def _refuse_illegal_positions(part: QuantWeight, first_row: int) -> None:
+    """Codecs check what they read; but what the tensor cores do with an illegal pattern is undefined, so look again."""
+    p = part.positions
+    if p is None:
+        return
+    bad = (p > 15) | ((p & 3) >= (p >> 2))
+    if bad.any():
+        row, quad = (int(i) for i in bad.nonzero()[0])
+        raise ShapeError(
+            f"positions[{first_row + row}, {quad}] is {int(p[row, quad])}, wanted i0 | i1 << 2 with i0 < i1 <= 3"
+            f" ({int(bad.sum())} bad at least); QuantWeight.check() lists more"
+        )
 
 
 def _sections(tiles: torch.Tensor, kind: str, granules: int) -> list[torch.Tensor]:
