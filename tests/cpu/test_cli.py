@@ -169,6 +169,20 @@ def test_doctor_ends_with_1_when_something_is_broken(
     assert any(str(tmp_path) in fault for fault in json.loads(out)["broken"])
 
 
+def test_doctor_knows_a_dense_folder_that_is_2_of_4(tmp_path: Path) -> None:
+    import tiny
+    from spearfish import sparse24
+
+    model = tiny.llama()
+    for layer in tiny.linears(model).values():
+        layer.weight.data *= sparse24.magnitude_mask(layer.weight.abs())
+    model.save_pretrained(tmp_path)
+    rows = diagnosis.checkpoint(tmp_path, broken := [])
+    assert not broken
+    assert rows["layers"] == "14 x 16-bit 2:4"
+    assert f"spearfish convert {tmp_path} OUT --to marlin_24" in rows["advice"]
+
+
 @pytest.mark.parametrize(
     ("version", "floor", "old"), [("2.9.1", "2.11", True), ("2.11.0+cu130", "2.11", False), ("3.0", "2.11", False)]
 )

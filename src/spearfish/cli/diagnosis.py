@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,18 +103,35 @@ def why_no_kernels() -> list[str]:
     """Every reason why the GPU kernels cannot run here; empty if they can."""
     import torch
 
+    from spearfish.kernels import jit
+
     reasons = []
     if not torch.cuda.is_available():
         reasons.append("no GPU that torch can use")
-    else:
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            reasons.append("the GPU has capability {}.{}, 2:4 tensor cores begin at 8.0".format(*capability))
-    if installed("cuda-core") is None:
-        reasons.append("cuda-core is not installed (pip install 'spearfish[cu13]' or 'spearfish[cu12]')")
-    elif not any(installed(name) for name in NVRTC):
-        reasons.append("no NVRTC package is installed (pip install 'spearfish[cu13]' or 'spearfish[cu12]')")
-    return reasons
+    elif (capability := torch.cuda.get_device_capability()) < (8, 0):
+        reasons.append("the GPU has capability {}.{}, 2:4 tensor cores begin at 8.0".format(*capability))
+    missing = jit.why_not()
+    return reasons + ([missing] if missing else [])
+
+
+def compiler(broken: list[str]) -> str:
+    """Compiles one small kernel afresh, for the GPU that is here or for a common one."""
+    import torch
+
+    from spearfish.kernels import choose, jit
+
+    missing = jit.why_not()
+    if missing:
+        return f"not tried: {missing}"
+    try:
+        arch = jit.architecture(0) if torch.cuda.is_available() else "sm_90"
+        variant = choose.all_variants(arch)[0]
+        start = time.perf_counter()
+        jit.compile_variant(variant, use_cache=False)
+    except SpearfishError as error:
+        broken.append(f"no kernel can be compiled: {error}")
+        return "does not work"
+    return f"works: one kernel for {arch} in {time.perf_counter() - start:.1f} s"
 
 
 def paths(broken: list[str]) -> Rows:
@@ -129,6 +147,7 @@ def paths(broken: list[str]) -> Rows:
         reasons.append("SPEARFISH_KERNEL=dense asks for the dense path")
     rows = {
         "2:4 and INT4/INT8 kernels": "would not run: " + "; ".join(reasons) if reasons else "would run",
+        "their compiler": compiler(broken),
         "dense path": "would run: weights are dequantised once, into the type of the computation",
     }
     if choice not in ("auto", "dense"):
@@ -194,9 +213,15 @@ def checkpoint(folder: Path, broken: list[str]) -> Rows:
     for info in opened.linears.values():
         kinds[str(info.scheme)] = kinds.get(str(info.scheme), 0) + 1
     reasons = why_no_kernels()
-    return {
+    rows = {
         "folder": str(folder),
         "format": opened.format,
-        "layers": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none is quantised",
+        "layers": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none is quantised or 2:4",
         "runs here": f"on the dense path: {'; '.join(reasons)}" if reasons else "with the GPU kernels",
     }
+    if opened.format == "dense" and kinds:
+        rows["advice"] = (
+            "other programs see a dense model and run it as one; to store and serve what it is:"
+            f" spearfish convert {folder} OUT --to marlin_24 (or ct-sparse-24-bitmask, to keep 16 bit)"
+        )
+    return rows
