@@ -180,8 +180,8 @@ def _granules(weight: QuantWeight) -> int:
 def to_stream(
     weight: QuantWeight, device: torch.device | str, dtype: torch.dtype, batch_invariant: bool = False, path: str = ""
 ) -> PreparedWeight:
-    """The tile stream of `weight` on `device`. Raises UnsupportedError with the reason of `why_no_stream`, ShapeError if
-    a pattern of kept positions is not legal."""
+    """The tile stream of `weight` on `device`. Raises UnsupportedError with the reason of `why_no_stream`, and
+    ShapeError if a pattern of kept positions is not legal."""
     reason = why_no_stream(weight, dtype)
     if reason:
         raise UnsupportedError(f"no tile stream for {weight.scheme} [{weight.n}, {weight.k}]: {reason}")
