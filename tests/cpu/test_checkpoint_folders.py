@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from spearfish import sparse24
 from spearfish.checkpoint import TARGETS, CheckpointWriter, convert, inspect, open_checkpoint, verify
+from spearfish.checkpoint.card import to_yaml
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import transforms
 from spearfish.reference import dequantize
@@ -98,6 +99,30 @@ def test_write_and_read(tmp_path: Path) -> None:
     assert "3.125 bits per weight" in card
     assert "Extended" not in card
     assert verify(out).ok
+
+
+def test_recipe_as_yaml() -> None:
+    recipe = {
+        "rate": 1e-05,
+        "top": float("inf"),
+        "on": "yes",
+        "a b": None,
+        "list": [1.5, {"x": []}, [True]],
+        "none": {},
+    }
+    assert to_yaml(recipe).splitlines() == [
+        "rate: 1.0e-05",
+        "top: .inf",
+        '"on": "yes"',
+        '"a b": null',
+        "list:",
+        "  - 1.5",
+        "  -",
+        "    x: []",
+        "  -",
+        "    - true",
+        "none: {}",
+    ]
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

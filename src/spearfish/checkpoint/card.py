@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
 
 
 def to_yaml(value: Any, indent: int = 0) -> str:
-    """A value of dicts, lists and JSON scalars as block YAML. (Every JSON scalar is one of YAML.)"""
+    """A value of dicts, lists and JSON scalars as block YAML that parsers of YAML 1.1 and 1.2 read alike."""
     pad = "  " * indent
     lines = []
     if isinstance(value, Mapping):
         for key, item in value.items():
-            name = key if isinstance(key, str) and key.isidentifier() else json.dumps(str(key))
+            plain = isinstance(key, str) and re.fullmatch(r"[A-Za-z_]\w*", key) and key.lower() not in _YAML_WORDS
+            name = key if plain else json.dumps(str(key))
             lines.append(f"{pad}{name}:{_yaml_item(item, indent)}")
     else:
         lines += [f"{pad}-{_yaml_item(item, indent)}" for item in value]
@@ -30,7 +32,18 @@ def _yaml_item(item: Any, indent: int) -> str:
         return "\n" + to_yaml(item, indent + 1)
     if isinstance(item, (Mapping, list, tuple)):
         return " {}" if isinstance(item, Mapping) else " []"
-    return " " + json.dumps(item, ensure_ascii=False, default=str)
+    text = json.dumps(item, ensure_ascii=False, default=str)
+    # YAML takes these three for line ends, JSON does not.
+    text = re.sub("[\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
+    if isinstance(item, float):
+        # YAML 1.1 takes 1e-05 for a text; JSON's words for what is not finite are none of YAML's.
+        special = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
+        text = special.get(text, text if "." in text else text.replace("e", ".0e"))
+    return " " + text
+
+
+# Plain words that YAML 1.1 takes for truth values or nothing.
+_YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
 def model_card(
