@@ -88,3 +88,14 @@ def test_verify(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert json.loads(out)["ok"] is False
     code, out, _ = run(capsys, "verify", folder.parent / "none")
     assert (code, "no such folder" in out) == (1, True)
+
+
+def test_names_with_brackets_are_only_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "m[/red]"
+    dense = torch.randn(64, 64) * sparse24.magnitude_mask(torch.randn(64, 64))
+    with CheckpointWriter(source, config={}) as writer:
+        writer.add_weight("[/b][red]layer.q", transforms.round_to_nearest(transforms.sparse_values(dense), 4, None))
+    for arguments in (("inspect", source), ("convert", source, tmp_path / "[x]", "--to", "gptq"), ("verify", source)):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 0
+        assert arguments[0] == "verify" or "m[/red]" in out

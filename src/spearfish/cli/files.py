@@ -118,7 +118,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
         console = _console()
         for problem in report.problems[:MORE_THAN]:
             text = problem.what if problem.where in problem.what else f"{problem.where}: {problem.what}"
-            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+            console.print(text, style="red", soft_wrap=True)
         if len(report.problems) > MORE_THAN:
             console.print(f"... and {len(report.problems) - MORE_THAN} more (--json lists all)", style="red")
         _notes(console, report.notes)
@@ -151,7 +151,7 @@ def _print_inspection(console: Console, found: Inspection, every: bool) -> None:
         console.print("Extended: needs spearfish. " + "; ".join(found.extended) + ".", style="yellow")
     console.print("Runs on:")
     for line in found.runs_on:
-        console.print(f"  {line}", markup=False, highlight=False)
+        console.print(f"  {line}")
     _notes(console, found.notes)
 
 
@@ -161,9 +161,9 @@ def _layer_table(found: Inspection, every: bool) -> Table:
         name = row.name if every else _kind(row.name)
         key = (name, row.n, row.k, row.format, row.bits, row.group_size, row.symmetric, row.act_order, row.sparsity)
         rows.setdefault(key, []).append(row)
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("layer", overflow="fold")
-    headers = ["count", "n", "k", "bits", "group", "2:4", "zeros", "bits/weight"]
+    headers = ["count", "n", "k", "bits", "group", "2:4", "zeros", "bits/\nweight"]
     for header in headers if not every else headers[1:]:
         table.add_column(header, justify="right")
     for key, members in rows.items():
@@ -200,8 +200,6 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
     console.print(
         f"{report.source} ({report.source_format}) -> {report.out} ({report.format}):"
         f" {_many(len(report.layers), 'layer')}, {_size(report.bytes_before)} -> {_size(report.bytes_after)}",
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
     if not lossy:
@@ -212,29 +210,28 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
         console.print(
             f"{_many(len(lossy), 'layer')} changed in value: relative error {mean:.4f} on average,"
             f" worst {worst.error:.4f} in {worst.name}",
-            markup=False,
-            highlight=False,
         )
         dropped = [layer for layer in lossy if layer.dropped]
         if dropped:
             total = _many(sum(layer.dropped for layer in dropped), "value")
             console.print(f"Dropped to make 2:4: {total} in {_many(len(dropped), 'layer')}.", style="yellow")
     if report.plain:
-        console.print(f"Left plain: {_folded(report.plain)}", markup=False, highlight=False)
+        console.print(f"Left plain: {_folded(report.plain)}")
     if report.extended:
         console.print("Extended: needs spearfish. " + "; ".join(report.extended) + ".", style="yellow")
     _notes(console, report.notes)
-    console.print(f"Next: spearfish inspect {report.out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Next: spearfish inspect {report.out}", soft_wrap=True)
 
 
 def _notes(console: Console, notes: list[str]) -> None:
     for note in notes:
-        console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Note: {note}", soft_wrap=True)
 
 
 def _console() -> Console:
-    """Standard output; wide if it is a file or a pipe, where nobody wants lines cut at 80."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    """Standard output; wide if it is a file or a pipe, where nobody wants lines cut at 80. Names come from files, so
+    brackets in them are no markup."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def _many(count: int, thing: str) -> str:
@@ -273,7 +270,7 @@ def _bar(verb: str, quiet: bool) -> Iterator[Callable[[str, int, int], None] | N
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
