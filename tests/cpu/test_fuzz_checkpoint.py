@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -11,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from spearfish import sparse24
+from spearfish import layouts, sparse24
 from spearfish.checkpoint import CheckpointWriter, convert, inspect, open_checkpoint, verify
 from spearfish.errors import SpearfishError
 from spearfish.formats import transforms
 
-FORMATS = ("marlin_24", "gptq", "marlin", "ct-marlin-24", "ct-pack-quantized", "ct-sparse-24-bitmask", "dense")
-CASES = 45  # per format and kind of mutation
+FORMATS = (
+    "marlin_24",
+    "gptq",
+    "marlin",
+    "ct-marlin-24",
+    "ct-pack-quantized",
+    "ct-sparse-24-bitmask",
+    "ct-sparse-bitmask",
+    "dense",
+)
+CASES = 40  # per format and kind of mutation
 
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 3, 5, 7, 16, 64, 127, 2**31, 2**63, 2**80, 1e300, float("nan"), "", "x", "marlin_24",
@@ -26,8 +37,31 @@ NASTY: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+def old_bitmask_folder(out: Path, dense: torch.Tensor) -> Path:
+    """As the unstructured writer stored it, the embedding and a norm compressed too."""
+    out.mkdir()
+    config = {"model_type": "llama", "sparsity_config": {"format": "sparse-bitmask"}}
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, values in {
+        "model.layers.0.q_proj": dense,
+        "model.embed_tokens": dense[:8],
+        "model.norm": dense[0],
+    }.items():
+        kept = values != 0
+        counts = kept.sum(-1)
+        tensors[f"{name}.weight.shape"] = torch.tensor(values.shape)
+        tensors[f"{name}.weight.compressed"] = values[kept]
+        tensors[f"{name}.weight.bitmask"] = layouts.pack_fields(kept.to(torch.uint8), 1, torch.uint8)
+        tensors[f"{name}.weight.row_offsets"] = counts.cumsum(0) - counts
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
 def small_folder(out: Path, form: str) -> Path:
     dense = torch.randn(64, 64, generator=torch.manual_seed(0))
+    if form == "ct-sparse-bitmask":
+        return old_bitmask_folder(out, dense * sparse24.magnitude_mask(dense.abs()))
     pruned = transforms.sparse_values(dense * sparse24.magnitude_mask(dense.abs()))
     weight = pruned if form in ("ct-sparse-24-bitmask", "dense") else transforms.round_to_nearest(pruned, 4, 32)
     with CheckpointWriter(out, config={"model_type": "llama", "dtype": "float16"}, format=form) as writer:
@@ -58,11 +92,13 @@ def mutate_json(value: Any, rng: random.Random) -> Any:
         if action == 0 and isinstance(container, dict):
             container.pop(key)
         elif action == 1 and isinstance(container, dict):
-            container[rng.choice(("spearfish", "format", "sym", "dynamic", key + "x"))] = rng.choice(NASTY)
+            container[rng.choice(("spearfish", "format", "sym", "dynamic", key + "x"))] = copy.deepcopy(
+                rng.choice(NASTY)
+            )
         elif action == 2 and isinstance(container[key], int) and not isinstance(container[key], bool):
             container[key] += rng.choice((-64, -8, -1, 1, 8, 64))
         else:
-            container[key] = rng.choice(NASTY)
+            container[key] = copy.deepcopy(rng.choice(NASTY))
     return value
 
 
@@ -123,6 +159,8 @@ def test_only_our_errors_come_out(
             checkpoint = open_checkpoint(folder)
             for name in checkpoint.linears:
                 checkpoint.weight(name)
+            for name in checkpoint.tensor_names:
+                checkpoint.tensor(name)
             inspect(folder)
             convert(folder, tmp_path / "out", rng.choice(("ct-pack-quantized", "marlin_24", "dense")))
         except SpearfishError as error:
