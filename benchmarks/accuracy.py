@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--methods", default="rtn,gptq,magnitude,wanda,sparsegpt,joint,admm")
     parser.add_argument("--groups", default="128", help="comma-separated; 0 is one scale per output")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--calibration", default="builtin")
+    parser.add_argument("--calibration", default="articles")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--recover", default="0")

@@ -42,8 +42,8 @@ def compress(
         list[str] | None, typer.Option(help="Modules to quantise but not prune, same patterns. Repeatable.")
     ] = None,
     calibration: Annotated[
-        str, typer.Option(help="Text: a file, a folder, hub:NAME, or 'builtin', which comes along.")
-    ] = "builtin",
+        str, typer.Option(help="Text: a file, a folder, hub:NAME, or what comes along: 'articles' or 'addresses'.")
+    ] = "articles",
     num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,

@@ -11,7 +11,7 @@ import torch
 
 from spearfish.errors import ShapeError, SpearfishError
 
-DAMPING = 0.01  # first try, as a share of the mean of H's diagonal
+DAMPING = 0.1  # first try, as a share of the mean of H's diagonal
 MAX_DAMPING = 10.0
 
 
@@ -64,8 +64,9 @@ class Hessian:
 class Factor:
     """Upper triangular `inverse` U with H⁻¹ = UᵀU of the damped H, and what had to be done to get it.
 
-    damping: share of the mean diagonal that was added. diagonal: True if even the largest damping failed and only H's
-    diagonal was used. dead: bool [k], inputs that are zero in every calibration token.
+    damping: share of the mean diagonal that was added, `grown` if more than asked for. diagonal: True if even the
+    largest damping failed and only H's diagonal was used. dead: bool [k], inputs that are zero in every calibration
+    token.
     """
 
     inverse: torch.Tensor
@@ -73,6 +74,7 @@ class Factor:
     damping: float
     diagonal: bool
     dead: torch.Tensor
+    grown: bool = False
 
     @property
     def remark(self) -> str | None:
@@ -80,7 +82,7 @@ class Factor:
         said = []
         if self.diagonal:
             said.append("the Hessian could not be inverted even with the largest damping, only its diagonal was used")
-        elif self.damping > DAMPING:
+        elif self.grown:
             said.append(f"damping grown to {self.damping:g} of the mean diagonal")
         if count := int(self.dead.sum()):
             said.append(f"{count} inputs are always zero")
@@ -128,7 +130,7 @@ def factorise(h: torch.Tensor, damping: float = DAMPING) -> Factor:
             share *= 10
             continue
         if inverse.isfinite().all():
-            return Factor(inverse, damped, share, False, dead)
+            return Factor(inverse, damped, share, False, dead, grown=share > damping)
         share *= 10
     damped = torch.diag(filled.diagonal() + MAX_DAMPING * mean)
     return Factor(torch.diag(damped.diagonal().rsqrt()), damped, MAX_DAMPING, True, dead)

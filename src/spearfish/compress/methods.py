@@ -11,7 +11,7 @@ from spearfish import sparse24
 from spearfish.compress import grid
 from spearfish.compress.admm import admm_mask
 from spearfish.compress.descent import descend
-from spearfish.compress.hessian import Factor, factorise
+from spearfish.compress.hessian import DAMPING, Factor, factorise
 from spearfish.compress.obs import quad_order, sweep
 from spearfish.compress.refit import refit
 from spearfish.errors import ShapeError
@@ -33,7 +33,7 @@ class Problem:
     ordered: torch.Tensor
 
     @classmethod
-    def of(cls, weight: torch.Tensor, h: torch.Tensor, scheme: QuantScheme, damping: float = 0.01) -> Problem:
+    def of(cls, weight: torch.Tensor, h: torch.Tensor, scheme: QuantScheme, damping: float = DAMPING) -> Problem:
         """Raises ShapeError if k is no multiple of 4 though 2:4 is asked for."""
         if scheme.is_sparse and weight.shape[1] % 4:
             raise ShapeError(f"2:4 needs k to be a multiple of 4, got a weight {list(weight.shape)}")

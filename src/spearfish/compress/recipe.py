@@ -18,9 +18,13 @@ class Recipe:
 
     method: a name of `methods.METHODS`. ignore: modules left as they are; dense_layers: modules quantised but not
     pruned; both are shell patterns (`*.mlp.down_proj`) or `re:` and a regular expression, matched against the module's
-    full name. calibration: a file, a folder, `hub:NAME`, or "builtin" for the text that comes along. num_samples
-    windows of seq_len tokens each. recover: seconds of distillation from the dense model afterwards, 0 for none;
-    recover_steps counts its steps instead, so that two runs give the same.
+    full name. calibration: a file, a folder, `hub:NAME`, or text that comes along: "articles", "addresses", "builtin"
+    (both). num_samples windows of seq_len tokens each. recover: seconds of distillation from the dense model
+    afterwards, 0 for none; recover_steps counts its steps instead, so that two runs give the same.
+
+    damping is a share of the Hessian's mean diagonal. A tenth, ten times what GPTQ takes, loses a little on the
+    calibration text and wins more on any other: with presidents' addresses as calibration text, SmolLM2's layers lose
+    6.2 % instead of 6.6 % of their output on encyclopaedia prose.
     """
 
     bits: int = 4
@@ -28,14 +32,14 @@ class Recipe:
     method: str = "admm"
     ignore: tuple[str, ...] = ()
     dense_layers: tuple[str, ...] = ()
-    calibration: str = "builtin"
+    calibration: str = "articles"
     num_samples: int = 64
     seq_len: int = 512
     seed: int = 0
     equal_norm: bool = True
-    damping: float = 0.01
+    damping: float = 0.1
     recover: float = 0.0
-    recover_text: str = "builtin"
+    recover_text: str = "articles"
     recover_steps: int | None = None
 
     def __post_init__(self) -> None:
