@@ -17,7 +17,7 @@ from spearfish.cli import diagnosis
 from spearfish.errors import FormatError
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder, of any format.", show_default=False)]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU is taken if there is one.")]
 
 
 class DType(StrEnum):
@@ -138,7 +138,7 @@ def note(text: str) -> None:
 def doctor(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="Also say what would run this checkpoint.", show_default=False),
+        typer.Argument(metavar="DIR", help="Also say what would run this checkpoint.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same for a machine to read.")] = False,
 ) -> None:
