@@ -257,7 +257,7 @@ def _parse_log(text: str, variant: Variant) -> Resources:
 
     if not re.search(r"Used (\d+) registers", text):
         raise CompileError(f"{variant}: the compiler's log does not tell its registers:\n{text}")
-    warnings = tuple(line.strip() for line in text.splitlines() if re.search(r"\bwarning\b|C7508|C7510", line))
+    warnings = tuple(line.strip() for line in text.splitlines() if re.search(r"\bwarning\b|\(C75\d\d\)", line))
     return Resources(
         registers=number(r"Used (\d+) registers"),
         static_shared=number(r"(\d+) bytes smem"),
@@ -430,6 +430,30 @@ def load(variant: Variant, device: int) -> Function:
             if found is None:
                 found = _functions[variant, device] = Function(compile_variant(variant), device)
     return found
+
+
+def tensor_map(
+    pointer: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int, bf16: bool
+) -> bytes:
+    """The 128 bytes that describe a matrix of 16-bit values to the copy engine (sm_90 and up): boxes of
+    box_rows x box_columns with 128-byte swizzle, zeros outside the matrix."""
+    driver = _driver()
+    two, types = driver.cuuint64_t, driver.CUtensorMapDataType
+    found = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        2,
+        pointer,
+        [two(columns), two(rows)],
+        [two(row_bytes)],
+        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    words = _check(found, f"describe a [{rows}, {columns}] matrix to the copy engine").opaque
+    return b"".join(int(word).to_bytes(8, "little") for word in words)
 
 
 def current_stream(device: int) -> int:

@@ -1,0 +1,272 @@
+// y[m, n] = x[m, k] . W[n, k]^T for few tokens on Hopper: all about reading weights at the speed of the memory.
+//
+// The block's warpgroups are N_TILES side by side (more rows) times GROUPS behind one another (alternating weight tiles
+// along k, so that a stage of the ring is one contiguous piece of the stream). Each owns M_TILES weight tiles, a warp
+// 16 rows of each, unpacks them in registers and multiplies with mma.sp, which needs no other warp in step.
+//
+//   producer warp   bulk copies of weights and TMA boxes of x into a ring of stages; the first weights are on their way
+//                   before the kernel in front has ended (programmatic dependent launch)
+//   consumers       read codes, metadata and scales with one wide load each, unpack in registers, multiply
+//   sum             the partial sums of GROUPS and of the SPLIT blocks of a cluster meet in the shared memory of the
+//                   block that owns the columns, and are added in a fixed order: same bits on every run
+//
+// At the speed of the memory a warp has about a hundred instructions for a tile, so scales are multiplied on the
+// accumulators, once per group, rather than on every weight.
+//
+// Compiled per variant with -D: TOKENS (8, 16), N_TILES, M_TILES, GROUPS, BLOCKS_PER_SM, BITS, SPARSE, BF16.
+
+#include "hopper.cuh"
+
+constexpr int kTokens = TOKENS;
+constexpr int kNTiles = N_TILES;
+constexpr int kMTiles = M_TILES;
+constexpr int kGroups = GROUPS;
+constexpr int kConsumerWarps = 4 * kNTiles * kGroups;
+constexpr int kThreads = 32 * kConsumerWarps + 32;
+constexpr int kBlockTiles = kNTiles * kMTiles;
+constexpr int kBlockN = 64 * kBlockTiles;
+constexpr int kBoxBytes = kTokens * 128;  // 64 k of every token, 128-byte swizzle
+constexpr int kXTileBytes = 2 * kBoxBytes;
+constexpr int kXStageBytes = kGroups * kXTileBytes;
+// Quarters of a tile whose x is read before it is needed: as many as the registers hold.
+constexpr int kQuartersAhead = TOKENS == 8 ? 4 : M_TILES == 1 && BITS != 8 ? 2 : 1;
+constexpr int kQuarterSteps = SPARSE ? 1 : 2;
+constexpr int kCodeLoads = CODE_BYTES / 2048;  // 16-byte loads of a lane for a tile
+
+// As in common.cuh but not volatile: here the compiler should mix the instructions of several steps.
+template <int selector>
+__device__ __forceinline__ void multiply_sparse(float* d, const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." MMA_TYPES
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "n"(selector));
+}
+__device__ __forceinline__ void multiply_dense(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Where a lane reads in the first stage: codes, metadata, scales, and x for even and odd quarters of a tile.
+struct Places {
+    u32 codes, meta, scale, x[2];
+};
+
+// acc += one weight tile of every m tile times x. `w` and `x` are offsets of the stage. Everything is read first:
+// nothing is worth more here than loads in flight. A part is what shares a scale: the whole tile, or a quarter of it
+// (32 dense k) where groups are short. (A template, since NVRTC 13.0 takes generic lambdas for host functions.)
+template <int parts>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2], const Params& p, const Places& at,
+                                               const Magic& magic, u32 w, u32 x) {
+    const int group_bytes = kGroups * p.tile_bytes;
+    [[maybe_unused]] uint4 codes[kMTiles][kCodeLoads];
+    [[maybe_unused]] u32 meta[kMTiles][2], scale[kMTiles][parts];
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+        const u32 tile = w + i * group_bytes;
+        if (BITS != 16) {
+#pragma unroll
+            for (int c = 0; c < kCodeLoads; ++c) codes[i][c] = load16(at.codes + tile + c * CHUNK_BYTES);
+#pragma unroll
+            for (int q = 0; q < parts; ++q)
+                scale[i][q] = p.granules ? load_shared(at.scale + tile + (q * p.granules / 4) * SCALE_ROW_BYTES) : ONES;
+        }
+        if (SPARSE) load_shared(meta[i], at.meta + tile);
+    }
+    float sum[kMTiles][kTokens / 2];
+#pragma unroll
+    for (int first = 0; first < 4; first += kQuartersAhead) {
+        u32 b[kQuartersAhead][kTokens / 8][4];
+#pragma unroll
+        for (int q = 0; q < kQuartersAhead; ++q)
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j)
+                load_matrices(b[q][j], at.x[(first + q) % 2] + x + ((first + q) / 2) * kBoxBytes + j * 1024);
+#pragma unroll
+        for (int quarter = first; quarter < first + kQuartersAhead; ++quarter) {
+            if (quarter % (4 / parts) == 0)
+#pragma unroll
+                for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+                    for (int j = 0; j < kTokens / 2; ++j) sum[i][j] = 0.f;
+#pragma unroll
+            for (int step = quarter * kQuarterSteps; step < (quarter + 1) * kQuarterSteps; ++step)
+#pragma unroll
+                for (int i = 0; i < kMTiles; ++i) {
+                    u32 a[4];
+#if BITS == 4
+                    const uint4 c = codes[i][step / 4];
+                    unpack4(a, step % 4 == 0 ? c.x : step % 4 == 1 ? c.y : step % 4 == 2 ? c.z : c.w, magic);
+#elif BITS == 8
+                    const uint4 c = codes[i][step / 2];
+                    unpack8(a, step % 2 ? c.z : c.x, step % 2 ? c.w : c.y, magic);
+#else
+                    load_shared(a, at.codes + w + i * group_bytes + step * CHUNK_BYTES);
+#endif
+#pragma unroll
+                    for (int j = 0; j < kTokens / 8; ++j) {
+                        const u32(&x_fragment)[4] = b[quarter - first][j];
+#if SPARSE
+                        if (step % 2 == 0)
+                            multiply_sparse<0>(&sum[i][4 * j], a, x_fragment, meta[i][step / 2]);
+                        else
+                            multiply_sparse<1>(&sum[i][4 * j], a, x_fragment, meta[i][step / 2]);
+#else
+                        multiply_dense(&sum[i][4 * j], a, x_fragment[2 * (step % 2)], x_fragment[2 * (step % 2) + 1]);
+#endif
+                    }
+                }
+            if (quarter % (4 / parts) == 4 / parts - 1)
+#pragma unroll
+                for (int i = 0; i < kMTiles; ++i) {
+                    const u32 pair = BITS == 16 ? 0 : scale[i][quarter / (4 / parts)];
+                    const float s0 = BITS == 16 ? 1.f : widen(static_cast<u16>(pair));
+                    const float s1 = BITS == 16 ? 1.f : widen(static_cast<u16>(pair >> 16));
+#pragma unroll
+                    for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = fmaf(sum[i][j], j % 4 < 2 ? s0 : s1, acc[i][j]);
+                }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_decode(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const Cluster cluster = {p.split, 1, p.overlaid};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int group_bytes = kGroups * p.tile_bytes;
+    const int weight_stage = kBlockTiles * group_bytes;
+    const u32 sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages,
+              sh_reduced = sh_empty + 8 * kMaxStages;
+    const u32 sh_x = sh_full + 1024;  // boxes want this alignment
+    const u32 sh_w = sh_x + p.stages * kXStageBytes;
+
+    // Powers of two and a grid of two dimensions: a division would cost more than all the rest of the start.
+    const int log_split = 31 - __clz(p.split);
+    const int k_rank = blockIdx.x & (p.split - 1), n_block = blockIdx.x >> log_split, token0 = blockIdx.y * kTokens;
+    const int k_begin = p.k_tiles * k_rank >> log_split, k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
+    const int stage_count = (k_count + kGroups - 1) / kGroups;
+
+    if (warp == kConsumerWarps) {
+        // ------------------------------------------------------------------------------------------------- producer
+        if (lane < p.stages) {
+            barrier_init(sh_full + 8 * lane, 1);
+            barrier_init(sh_empty + 8 * lane, kConsumerWarps);
+        }
+        if (lane == 0) barrier_init(sh_reduced, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) prefetch_map(&p.x_map);
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        // Lane i copies the block's weight tile i; with two lanes a k tile the same lanes then fetch the boxes of x.
+        const u8* source =
+            p.stream +
+            (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + k_begin) * p.tile_bytes;
+        auto tiles_of = [&](int i) { return min(kGroups, k_count - i * kGroups); };
+        auto send_weights = [&](int i, int stage) {
+            const u32 full = sh_full + 8 * stage;
+            const int tiles = tiles_of(i);
+            if (lane == 0) barrier_expect(full, tiles * (kBlockTiles * p.tile_bytes + kXTileBytes));
+            __syncwarp();
+            if (lane < kBlockTiles)
+                copy_weights(sh_w + stage * weight_stage + lane * group_bytes, source, tiles * p.tile_bytes, full,
+                             policy);
+            source += group_bytes;
+        };
+        // Weights do not depend on the kernel before this one: fill the ring with them, then wait for x.
+        const int ahead = min(min(p.stages, stage_count), p.ahead);
+        for (int i = 0; i < ahead; ++i) send_weights(i, i);
+        __syncthreads();
+        cluster.arrive_at_start();
+        asm volatile("griddepcontrol.launch_dependents;");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        int stage = 0;
+        u32 phase = 1;
+        for (int i = 0; i < stage_count; ++i) {
+            if (i >= ahead) {
+                if (i >= p.stages) barrier_wait(sh_empty + 8 * stage, phase);
+                send_weights(i, stage);
+            }
+            if (lane < 2 * tiles_of(i))
+                copy_x(sh_x + stage * kXStageBytes + lane * kBoxBytes, &p.x_map,
+                       (k_begin + i * kGroups) * TILE_K + lane * 64, token0, sh_full + 8 * stage);
+            if (++stage == p.stages) stage = 0, phase ^= 1;
+        }
+        __syncwarp();
+        cluster.before_sums();
+        cluster.arrive_at_end();
+        cluster.wait_at_end();
+        return;
+    }
+
+    // --------------------------------------------------------------------------------------------------- consumers
+    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4, t = lane % 4;
+    const int group = warpgroup / kNTiles;
+    const int first_tile = (warpgroup % kNTiles) * kMTiles;
+    const u32 tile = sh_w + first_tile * group_bytes + group * p.tile_bytes;
+    Places at;
+    at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
+    at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
+    at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
+    // Row lane % 8 of a box and 16-byte piece lane / 8, found through the swizzle; the other half of the box is 64
+    // away.
+    at.x[0] = sh_x + group * kXTileBytes + (lane % 8) * 128 + (((lane / 8) ^ (lane % 8)) * 16);
+    at.x[1] = at.x[0] ^ 64;
+    // Opaque, or the compiler computes them anew for every tile.
+    asm volatile("" : "+r"(at.codes), "+r"(at.meta), "+r"(at.scale), "+r"(at.x[0]), "+r"(at.x[1]));
+
+    const Magic magic(p.zero);
+    float acc[kMTiles][kTokens / 2];
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
+
+    __syncthreads();
+    cluster.arrive_at_start();
+    asm volatile("griddepcontrol.launch_dependents;");
+
+    int stage = 0;
+    u32 phase = 0;
+    for (int i = 0; i < stage_count; ++i) {
+        barrier_wait(sh_full + 8 * stage, phase);
+        if (kGroups == 1 || i * kGroups + group < k_count) {
+            if (p.granules <= 1)
+                multiply_tiles<1>(acc, p, at, magic, stage * weight_stage, stage * kXStageBytes);
+            else
+                multiply_tiles<4>(acc, p, at, magic, stage * weight_stage, stage * kXStageBytes);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(sh_empty + 8 * stage);
+        if (++stage == p.stages) stage = 0, phase ^= 1;
+    }
+    // ---------------------------------------------------------------------------------------------------- epilogue
+    const int column0 = n_block * kBlockN;
+    const int tokens = min(kTokens, p.m - token0);
+    if (kGroups == 1 && p.split == 1) {
+#pragma unroll
+        for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int column = column0 + (first_tile + i) * 64 + warp4 * 16 + gq + 8 * h;
+                if (column < p.n) {
+                    const float scale = p.column_scale ? p.column_scale[column] : 1.f,
+                                bias = p.bias ? widen(p.bias[column]) : 0.f;
+                    u16* to = p.y + static_cast<i64>(token0 + 2 * t) * p.n + column;
+#pragma unroll
+                    for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            if (8 * j + 2 * t + e < tokens)
+                                to[static_cast<i64>(8 * j + e) * p.n] =
+                                    (u16)round_pair(acc[i][4 * j + 2 * h + e] * scale + bias, 0.f);
+                }
+            }
+        return;
+    }
+    sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
+        p, cluster, acc, sh_x, sh_reduced, k_rank, 0, group, first_tile * 64 + warp4 * 16, column0, token0);
+    __syncwarp();
+    cluster.wait_at_end();
+}

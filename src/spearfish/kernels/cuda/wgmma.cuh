@@ -1,0 +1,95 @@
+// wgmma with the weights in registers, for the TOKENS and the dtype (BF16, SPARSE) of the variant.
+#pragma once
+
+#include "hopper.cuh"
+
+// ------------------------------------------------------------------------------------------------------------ wgmma
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D64(i) D16(i), D16(i + 16), D16(i + 32), D16(i + 48)
+#define L8 "%0,%1,%2,%3"
+#define L16 L8 ",%4,%5,%6,%7"
+#define L32 L16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define L64 L32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define L128                                                               \
+    L64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+        ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define L256                                                                            \
+    L128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
+         ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
+         ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+         ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#if TOKENS == 8
+#define D_LIST L8
+#define D_OPERANDS D4(0)
+#define A_LIST "{%4,%5,%6,%7}, %8"
+#define META_LIST "%9, %10"
+#elif TOKENS == 16
+#define D_LIST L16
+#define D_OPERANDS D4(0), D4(4)
+#define A_LIST "{%8,%9,%10,%11}, %12"
+#define META_LIST "%13, %14"
+#elif TOKENS == 32
+#define D_LIST L32
+#define D_OPERANDS D16(0)
+#define A_LIST "{%16,%17,%18,%19}, %20"
+#define META_LIST "%21, %22"
+#elif TOKENS == 64
+#define D_LIST L64
+#define D_OPERANDS D16(0), D16(16)
+#define A_LIST "{%32,%33,%34,%35}, %36"
+#define META_LIST "%37, %38"
+#elif TOKENS == 128
+#define D_LIST L128
+#define D_OPERANDS D64(0)
+#define A_LIST "{%64,%65,%66,%67}, %68"
+#define META_LIST "%69, %70"
+#elif TOKENS == 256
+#define D_LIST L256
+#define D_OPERANDS D64(0), D64(64)
+#define A_LIST "{%128,%129,%130,%131}, %132"
+#define META_LIST "%133, %134"
+#endif
+#if BF16
+#define IN_TYPE "bf16"
+#else
+#define IN_TYPE "f16"
+#endif
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// A wgmma in flight still reads its A and metadata registers, and the compiler (13.0) does not always know: it was seen
+// to load the next metadata into those of a running wgmma when the load stood before the wait. So nothing of the next
+// chunk is read before the wait, and tests look through the machine code of every variant for such overwriting.
+
+// d[64 rows, tokens] += a[64, kStepK] . x[kStepK, tokens]. The selector says which two lanes of a quad hold metadata.
+template <int kSelector>
+__device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 x, u32 meta) {
+#if SPARSE
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) "k32.f32." IN_TYPE "." IN_TYPE " {" D_LIST "}, " A_LIST
+                                                            ", " META_LIST ", p, 1, 1, 0;\n}"
+        : D_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(meta), "n"(kSelector));
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) "k16.f32." IN_TYPE "." IN_TYPE " {" D_LIST "}, " A_LIST
+                                                         ", p, 1, 1, 0;\n}"
+        : D_OPERANDS
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+#endif
+}

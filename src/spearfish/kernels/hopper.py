@@ -1,0 +1,290 @@
+"""The Hopper kernels (sm_90a) as a family: cuda/hopper_decode.cu for few tokens, cuda/hopper.cu for more.
+
+They are `on_request` for now: the parts were checked on an H200, this assembly of them was not yet, so "auto" does not
+take them and SPEARFISH_KERNEL=hopper does. They run symmetric 2:4 weights; the rest is the portable kernel's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from spearfish.kernels import config as cut
+from spearfish.kernels import jit
+from spearfish.kernels.config import Bound, Chip, Problem
+from spearfish.kernels.prepare import KINDS, TILE_K, TILE_N
+
+ARCH = "sm_90a"
+_BARRIERS = 1024  # bytes of shared memory in front of the ring
+_MOST_STAGES = 32
+_STAGED_TOKENS = 32  # tokens that the epilogue of hopper.cu turns at a time
+
+# struct Params: the tensor map, four pointers, sixteen ints; an alignment of 64 makes it 256 bytes.
+_MAP_BYTES = 128
+_POINTERS = struct.Struct("<4Q")
+_INTS = struct.Struct("<16i")
+_PARAMS_BYTES = 256
+
+
+@dataclass(frozen=True)
+class HopperShape:
+    """How a block is cut; the macros of the two sources.
+
+    `n_tiles` warpgroups side by side times `groups` behind one another along k; each owns `m_tiles` weight tiles of 64
+    rows. `blocks` is the number of blocks for which the registers of a multiprocessor must suffice.
+    """
+
+    tokens: int
+    n_tiles: int
+    m_tiles: int
+    groups: int
+    blocks: int = 1
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens <= 16
+
+    @property
+    def block_n(self) -> int:
+        return TILE_N * self.n_tiles * self.m_tiles
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.n_tiles * self.groups + (32 if self.is_decode else 128)
+
+    def stage_bytes(self, weight_tile_bytes: int) -> int:
+        """Shared memory of one stage: `groups` k tiles of weights and x."""
+        return self.groups * (self.tokens * TILE_K * 2 + self.n_tiles * self.m_tiles * weight_tile_bytes)
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """A shape; `split` blocks of a cluster share out k, `share` of them fetch x together."""
+
+    shape: HopperShape
+    split: int = 1
+    share: int = 1
+
+    def __str__(self) -> str:
+        s = self.shape
+        kernel = "decode" if s.is_decode else "wgmma"
+        ways = f"{s.groups} along k, k in {self.split}, x for {self.share}"
+        return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}"
+
+
+# What 4-bit weights may use; the others use the first of each number of tokens.
+_SHAPES = (
+    HopperShape(8, 1, 1, 4, 2),
+    HopperShape(8, 1, 2, 2, 2),
+    HopperShape(16, 1, 1, 4, 2),
+    HopperShape(16, 1, 2, 2),
+    HopperShape(32, 2, 1, 2),
+    HopperShape(32, 4, 1, 1),
+    HopperShape(64, 4, 1, 1),
+    HopperShape(64, 2, 1, 2),
+    HopperShape(128, 2, 1, 1),
+    HopperShape(128, 2, 2, 1),
+)
+_KINDS = ("int4_24", "int8_24", "f16_24")
+
+
+def shapes(kind: str) -> tuple[HopperShape, ...]:
+    """The shapes compiled for a kind of weight."""
+    if kind not in _KINDS:
+        return ()
+    if kind == "int4_24":
+        return _SHAPES
+    # The wider of the two for many tokens: it reads x half as often.
+    first: dict[int, HopperShape] = {}
+    for shape in _SHAPES:
+        if shape.tokens == 128 or shape.tokens not in first:
+            first[shape.tokens] = shape
+    if kind == "int8_24":
+        first[16] = HopperShape(16, 1, 2, 2)  # the narrow one does not fit the registers
+    return tuple(first.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shared memory of a launch: stages of the ring, bytes in all, where sums from neighbours arrive (from the start
+    of the ring) and whether that place belongs to the ring."""
+
+    stages: int
+    bytes: int
+    received: int
+    overlaid: bool
+
+
+@lru_cache(maxsize=1024)
+def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) -> Plan | None:
+    """The deepest ring that fits `room` bytes beside the partial sums; None if two stages do not fit."""
+    shape = config.shape
+    stage = shape.stage_bytes(weight_tile_bytes)
+    sums = shape.groups * config.split > 1
+    piece = shape.tokens * (shape.block_n // config.split + 4) * 4
+    mine = shape.groups * config.split * piece if sums else 0
+    received = (config.split - 1) * shape.groups * piece
+    out = 0 if shape.is_decode or sums else 128 + shape.n_tiles * _STAGED_TOKENS * (TILE_N * shape.m_tiles + 8) * 2
+    steps = -(-(k_tiles // config.split) // shape.groups) + 1
+
+    def layout(stages: int) -> Plan:
+        ring = stages * stage
+        apart = max(ring, mine)
+        if not received or _BARRIERS + apart + received <= room:
+            return Plan(stages, _BARRIERS + apart + received + out, apart, False)
+        return Plan(stages, _BARRIERS + max(ring, mine + received), mine, True)
+
+    fitting = [
+        found for stages in range(2, max(3, min(_MOST_STAGES, steps) + 1)) if (found := layout(stages)).bytes <= room
+    ]
+    return fitting[-1] if fitting else None
+
+
+class HopperFamily:
+    """mma.sp and wgmma.sp kernels with bulk copies, clusters and dependent launch."""
+
+    name = "hopper"
+    on_request = True
+
+    def candidates(self, problem: Problem, chip: Chip) -> Sequence[HopperConfig]:
+        if chip.capability != 90:
+            return []
+        wanted = next((t for t in (8, 16, 32, 64) if problem.m <= t), 128)
+        found = []
+        for shape in shapes(problem.kind):
+            if shape.tokens != wanted and not (problem.m > 64 and shape.tokens == 64 and problem.m <= 128):
+                continue
+            # Clusters of two always fill the chip; larger ones leave multiprocessors of uneven GPCs idle.
+            splits = (1, 2, 4, 8) if shape.is_decode else (1, 2)
+            found += [HopperConfig(shape, split) for split in splits]
+        return found
+
+    def why_not(self, config: HopperConfig, problem: Problem, chip: Chip) -> str | None:
+        if chip.capability != 90:
+            return f"{chip.arch} is no Hopper GPU (sm_90)"
+        if problem.kind not in _KINDS or problem.has_zeros:
+            return "it runs symmetric 2:4 weights only"
+        if problem.batch_invariant:
+            return "it has no batch-invariant mode"
+        if problem.k_tiles // config.split < config.shape.groups:
+            return f"{config} leaves a warpgroup without a k tile of {problem.k_tiles}"
+        if self._plan(config, problem, chip) is None:
+            return f"{config} does not fit {chip.shared_per_block} bytes of shared memory"
+        return None
+
+    def _plan(self, config: HopperConfig, problem: Problem, chip: Chip) -> Plan | None:
+        # Few tokens: room for two blocks, so that the next launch can begin while this one ends.
+        blocks = 2 if config.shape.is_decode else 1
+        room = min(chip.shared_per_block, chip.shared_per_multiprocessor // blocks - 1024)
+        return plan(config, problem.tile_bytes, problem.k_tiles, room)
+
+    def microseconds(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
+        """A rough model from traces on an H200: start and end of a block, then the slower of memory and consumers."""
+        shape = config.shape
+        blocks = -(-problem.n // shape.block_n) * -(-problem.m // shape.tokens) * config.split
+        slots = chip.multiprocessors * shape.blocks * (1.0 if config.split <= 2 or shape.blocks > 1 else 0.9)
+        waves = blocks / slots
+        turns = max(1.0, 0.5 * waves + 0.5 * math.ceil(waves))
+        tiles = -(-(problem.k_tiles // config.split) // shape.groups)
+        # ns for one k tile of the block's warpgroups, alone on the multiprocessor
+        step = (
+            {8: 440.0, 16: 520.0, 32: 540.0, 64: 600.0, 128: 460.0}[shape.tokens]
+            * shape.m_tiles
+            * (1.0 if shape.tokens < 128 else 0.9)
+        )
+        if shape.is_decode and blocks > chip.multiprocessors:
+            step *= 1.15
+        consumers = turns * tiles * step
+        bytes_in_all = problem.n_tiles * problem.k_tiles * problem.tile_bytes + 2 * problem.m * (problem.n + problem.k)
+        busy = min(1.0, blocks / chip.multiprocessors)
+        memory = bytes_in_all / chip.bandwidth / (0.35 + 0.65 * busy)
+        sums = 0.9 if config.split > 1 else 0.4 if shape.groups > 1 else 0.3
+        return 2.0 + sums * (1 + shape.tokens * shape.block_n / 16384) + max(consumers, memory) / 1e3
+
+    def bind(self, config: HopperConfig, problem: Problem, device: int) -> Bound:
+        shape, chip = config.shape, cut.chip_of(device)
+        found = self._plan(config, problem, chip)
+        if found is None:  # why_not has said so
+            raise ValueError(f"{config} does not fit")
+        variant = jit.Variant(*_source(shape), ARCH, _macros(shape, problem))
+        n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
+        n_groups, token_blocks = -(-n_blocks // config.share), -(-problem.m // shape.tokens)
+        cluster = config.split * config.share
+        if shape.is_decode:
+            grid = (n_blocks * config.split, token_blocks, 1)
+        elif cluster * shape.groups > config.share:  # partial sums: one output for each cluster
+            grid = (n_groups * token_blocks * cluster, 1, 1)
+        else:
+            grid = (min(n_groups * token_blocks, chip.multiprocessors // cluster) * cluster, 1, 1)
+        launcher = jit.load(variant, device).launcher(
+            grid, shape.threads, found.bytes, _PARAMS_BYTES, (cluster, 1, 1) if cluster > 1 else None, dependent=True
+        )
+        _INTS.pack_into(
+            launcher.params,
+            _MAP_BYTES + _POINTERS.size,
+            *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_groups, token_blocks, problem.tile_bytes),
+            *(problem.granules, config.split, config.share, found.stages, 2, 4 if problem.m < 4096 else 8),
+            *(found.received, int(found.overlaid), 0),
+        )
+        params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
+        current_stream = torch._C._cuda_getCurrentRawStream
+        box_rows, k, m = shape.tokens // config.share, -(-problem.k // 8) * 8, problem.m
+        tensor_map = lru_cache(maxsize=64)(
+            lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box_rows, 64, problem.bf16)
+        )
+
+        def run(
+            x: torch.Tensor,
+            stream: torch.Tensor,
+            column_scale: torch.Tensor | None,
+            bias: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
+            x_map = tensor_map(x.data_ptr(), x.stride(0) if m > 1 else k)
+            on = current_stream(device)
+            with lock:
+                params[:_MAP_BYTES] = x_map
+                pack(
+                    params,
+                    _MAP_BYTES,
+                    stream.data_ptr(),
+                    0 if column_scale is None else column_scale.data_ptr(),
+                    0 if bias is None else bias.data_ptr(),
+                    out.data_ptr(),
+                )
+                launch(on)
+
+        return run
+
+    def variants(self, arch: str) -> list[jit.Variant]:
+        if arch != ARCH:
+            return []
+        return [
+            jit.Variant(*_source(shape), ARCH, _macros(shape, Problem(kind, bf16, 1, 1, 1, 0, False)))
+            for kind in KINDS
+            for bf16 in (False, True)
+            for shape in shapes(kind)
+        ]
+
+
+def _source(shape: HopperShape) -> tuple[str, str]:
+    return ("hopper_decode.cu", "hopper_decode") if shape.is_decode else ("hopper.cu", "hopper")
+
+
+def _macros(shape: HopperShape, problem: Problem) -> tuple[tuple[str, int], ...]:
+    return (
+        *problem.weight_macros,
+        ("TOKENS", shape.tokens),
+        ("N_TILES", shape.n_tiles),
+        ("M_TILES", shape.m_tiles),
+        ("GROUPS", shape.groups),
+        *((("BLOCKS_PER_SM", shape.blocks),) if shape.is_decode else ()),
+    )
+
+
+FAMILY = HopperFamily()

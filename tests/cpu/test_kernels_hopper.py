@@ -1,0 +1,159 @@
+"""The Hopper family without a GPU: what is legal, how memory is laid out, and the machine code of every variant."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spearfish.errors import UnsupportedError
+from spearfish.kernels import jit
+from spearfish.kernels.choose import choose
+from spearfish.kernels.config import CHIPS, Problem
+from spearfish.kernels.hopper import FAMILY, HopperConfig, HopperShape, plan, shapes
+
+H200 = CHIPS["sm_90"]
+TOKENS = (1, 7, 8, 9, 16, 17, 33, 64, 65, 100, 129, 4096)
+
+
+def problem(m: int, n: int, k: int, kind: str = "int4_24", granules: int = 1, **more: bool) -> Problem:
+    return Problem(kind, False, m, n, k, granules, more.get("has_zeros", False), more.get("batch_invariant", False))
+
+
+@pytest.mark.parametrize("kind", ["int4_24", "int8_24", "f16_24"])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (8, 576), (1152, 896), (4096, 4096), (57344, 8192), (8192, 28672)])
+def test_every_problem_has_a_configuration_that_fits(kind: str, n: int, k: int) -> None:
+    for m in TOKENS:
+        asked = problem(m, n, k, kind, 0 if kind == "f16_24" else 4)
+        legal = [way for way in FAMILY.candidates(asked, H200) if FAMILY.why_not(way, asked, H200) is None]
+        assert legal or asked.k_tiles < 2, (m, n, k)
+        for way in legal:
+            found = FAMILY._plan(way, asked, H200)
+            assert found is not None
+            assert found.bytes <= H200.shared_per_block
+            assert way.shape.tokens >= min(m, 64)
+            assert asked.k_tiles // way.split >= way.shape.groups
+            assert 0 < FAMILY.microseconds(way, asked, H200) < 1e6
+
+
+def test_what_arrives_from_neighbours_never_lies_on_what_is_sent() -> None:
+    """Ring, own sums and received sums: apart where they fit, else over the ring but never over the own sums."""
+    for shape in shapes("int4_24"):
+        for split in (2, 4, 8):
+            found = plan(HopperConfig(shape, split), 3200, 64, H200.shared_per_block)
+            if found is None:
+                continue
+            piece = shape.tokens * (shape.block_n // split + 4) * 4
+            own, received = shape.groups * split * piece, (split - 1) * shape.groups * piece
+            ring = found.stages * shape.stage_bytes(3200)
+            assert found.received >= own
+            assert found.overlaid == (found.received < ring)
+            assert found.bytes >= 1024 + max(ring, found.received + received)
+            assert found.received % 16 == 0  # bulk copies
+
+
+def test_more_room_never_means_a_shallower_ring() -> None:
+    shape = HopperShape(8, 1, 1, 4, 2)
+    depths = [
+        found.stages
+        for room in range(60 << 10, 228 << 10, 4 << 10)
+        if (found := plan(HopperConfig(shape), 3200, 224, room))
+    ]
+    assert depths == sorted(depths)
+    assert depths[-1] > depths[0] >= 2
+
+
+def test_it_refuses_what_it_cannot_do() -> None:
+    way = FAMILY.candidates(problem(1, 4096, 4096), H200)[0]
+    assert FAMILY.why_not(way, problem(1, 4096, 4096), H200) is None
+    assert "symmetric 2:4" in str(FAMILY.why_not(way, problem(1, 4096, 4096, "int4"), H200))
+    assert "symmetric 2:4" in str(FAMILY.why_not(way, problem(1, 4096, 4096, has_zeros=True), H200))
+    assert "batch-invariant" in str(FAMILY.why_not(way, problem(1, 4096, 4096, batch_invariant=True), H200))
+    assert "no Hopper GPU" in str(FAMILY.why_not(way, problem(1, 4096, 4096), CHIPS["sm_80"]))
+    assert "without a k tile" in str(FAMILY.why_not(HopperConfig(way.shape, 8), problem(1, 64, 512), H200))
+    assert FAMILY.candidates(problem(1, 4096, 4096), CHIPS["sm_100"]) == []
+
+
+def test_only_who_asks_gets_it() -> None:
+    """Until the suite has passed on a GPU with this assembly, "auto" stays with the portable kernel."""
+    asked = problem(16, 4096, 4096)
+    assert choose(asked, H200)[0].name == "portable"
+    assert choose(asked, H200, "hopper")[0].name == "hopper"
+    with pytest.raises(UnsupportedError, match="symmetric 2:4"):
+        choose(problem(16, 4096, 4096, has_zeros=True), H200, "hopper")
+
+
+# ------------------------------------------------------------------------------------------ machine code
+
+
+def _nvdisasm() -> str:
+    (package,) = importlib.util.find_spec("nvidia.cu13").submodule_search_locations  # type: ignore[union-attr]
+    return str(Path(package) / "bin" / "nvdisasm")
+
+
+def _instructions(cubin: bytes, folder: Path) -> list[str]:
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run([_nvdisasm(), "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?(.*?)\s*;", text, re.MULTILINE)
+    return [re.sub(r"\.reuse", "", line) for line in found]
+
+
+def overwritten(instructions: list[str]) -> list[tuple[str, str]]:
+    """Pairs (wgmma, instruction) where the instruction writes a register that the wgmma, still under way, reads: its A
+    fragment or its metadata. In the order of the code, which is also the order of execution inside the main loop."""
+    groups: list[list[tuple[str, set[int]]]] = []
+    current: list[tuple[str, set[int]]] = []
+    found = []
+    for line in instructions:
+        name, _, rest = line.partition(" ")
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", rest)]
+        if name.startswith("HGMMA"):
+            first = registers[1]
+            reads = {first, first + 1, first + 2, first + 3} | ({registers[3]} if ".SP" in name else set())
+            current.append((line, reads))
+            if "gsb0" in rest:
+                groups.append(current)
+                current = []
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            left = int(rest.split(",")[1], 16)
+            groups = groups[len(groups) - left :] if left else []
+        elif re.match(r"(?:P\d+, )?R\d+\b", rest) and not name.startswith(("ST", "RED", "SYNCS", "BAR", "R2UR")):
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            writes = set(range(registers[0], registers[0] + width))
+            found += [(wgmma, line) for group in (*groups, current) for wgmma, reads in group if reads & writes]
+    return found
+
+
+def test_the_search_finds_what_it_is_for() -> None:
+    """Seen once from ptxas 13.0: the next metadata loaded over those of a wgmma that is still running."""
+    bad = [
+        "HGMMA.SP.64x128x32.F32 R88, R156, gdesc[UR16], R88, R168, 0x0",
+        "HGMMA.SP.64x128x32.F32 R88, R152, gdesc[UR16], R88, R169, 0x1, gsb0",
+        "LDS.64 R168, [R5+UR5]",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "LDS.64 R168, [R5+UR5]",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "LDS.64 R168, [R5+UR5]",
+    ]
+    assert len(overwritten(bad)) == 4
+    assert not overwritten([*bad[:2], "WARPGROUP.DEPBAR.LE gsb0, 0x0", bad[2]])
+    assert overwritten([*bad[:2], "HADD2 R159, R1, -1032, -1032"])
+
+
+@pytest.mark.parametrize("kind", ["int4_24", "int8_24", "f16_24"])
+def test_no_register_of_a_running_wgmma_is_overwritten(kind: str, tmp_path: Path) -> None:
+    variants = [v for v in FAMILY.variants("sm_90a") if v.source == "hopper.cu" and _kind(v) == kind]
+    assert variants
+    for variant in variants:
+        binary = jit.compile_variant(variant, use_cache=False)
+        instructions = _instructions(binary.cubin, tmp_path)
+        assert sum(line.startswith("HGMMA.SP") for line in instructions) >= 8
+        assert not overwritten(instructions), variant
+
+
+def _kind(variant: jit.Variant) -> str:
+    return {4: "int4_24", 8: "int8_24", 16: "f16_24"}[int(dict(variant.macros)["BITS"])]
