@@ -18,10 +18,12 @@ from spearfish.checkpoint import open_checkpoint
 from spearfish.cli import app
 from spearfish.compress import Recipe, compress
 from spearfish.compress.hessian import Hessian, relative_error
+from spearfish.compress.pipeline import estimate_memory
 from spearfish.compress.recipe import matches, seconds
 from spearfish.compress.report import LayerReport, Report
+from spearfish.compress.walk import Walker
 from spearfish.errors import SpearfishError, UnsupportedError
-from spearfish.models import load_dense
+from spearfish.models import Architecture, DenseModel, ShardReader, load_dense
 from spearfish.reference import dequantize
 from spearfish.text import windows
 
@@ -199,6 +201,18 @@ def test_bad_layers_make_a_warning() -> None:
     report.judge()
     assert any("2 layers lose more than 30%" in warning and "--dense-layers" in warning for warning in report.warnings)
     assert any("on average" in warning for warning in report.warnings)
+
+
+def test_a_7b_model_is_estimated_to_fit_24_gib(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig()  # the default is Llama 7B
+    config.save_pretrained(tmp_path)
+    dense = DenseModel("7b", tmp_path, config.to_dict(), Architecture(), ShardReader.__new__(ShardReader))
+    walker = Walker(dense, torch.device("cpu"), fast=False)
+    estimate = estimate_memory(dense, walker, Recipe())
+    hidden, block, largest_hessian = 2 * 32 * 512 * 4096, 202_383_360, 11008**2
+    assert 4 * (block + hidden + 3 * largest_hessian) < estimate < 16 * 2**30
 
 
 def test_patterns_and_times() -> None:

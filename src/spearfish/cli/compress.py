@@ -44,7 +44,7 @@ def compress(
     calibration: Annotated[
         str, typer.Option(help="Text: a file, a folder, hub:NAME, or what comes along: 'articles' or 'addresses'.")
     ] = "articles",
-    num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 64,
+    num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 32,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
     recover: Annotated[

@@ -30,6 +30,7 @@ def descend(
     """
     v = values.clone()
     keep = None if mask is None else mask.clone()
+    pairs = torch.tensor(PAIRS + tuple((b, a) for a, b in PAIRS), device=v.device).T
     k = v.shape[0]
     for _ in range(sweeps):
         # gradient = H (t − v); kept up to date inside a block, and for all others by one product per block.
@@ -51,6 +52,7 @@ def descend(
                     None if scales is None else scales[rows],
                     code_range,
                     free_mask,
+                    pairs,
                 )
                 v[rows] = new
                 if keep is not None and kept is not None:
@@ -81,11 +83,12 @@ def _best_quad(
     scale: torch.Tensor | None,
     code_range: tuple[int, int],
     free_mask: bool,
+    pairs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The cheapest x [4, n] found, under the cost xᵀ A x - 2 xᵀ pull, and the places that it keeps.
 
     For a pair, the first value takes its best real place and is rounded, the second its best place given the first;
-    both orders are tried. The old x wins unless another is cheaper.
+    `pairs` [2, 12] holds the six pairs in both orders. The old x wins unless another is cheaper.
     """
     if kept is None:
         x = old.clone()
@@ -95,7 +98,7 @@ def _best_quad(
         better = _cost(x, a, pull) < _cost(old, a, pull)
         return torch.where(better, x, old), None
     # [12, n]: the six pairs in both orders.
-    first, second = _PAIR_FIRST.to(old.device), _PAIR_SECOND.to(old.device)
+    first, second = pairs
     p, q = pull[first], pull[second]
     aa, bb, ab = a[first, first, None], a[second, second, None], a[first, second, None]
     s, t = (None, None) if scale is None else (scale[first], scale[second])
@@ -112,8 +115,3 @@ def _best_quad(
     new.scatter_(0, place, x.gather(0, best)).scatter_(0, other, y.gather(0, best))
     new_kept = torch.zeros_like(kept).scatter_(0, place, True).scatter_(0, other, True)
     return torch.where(better, new, old), torch.where(better, new_kept, kept)
-
-
-_PAIRS = torch.tensor(PAIRS)  # pairs to keep here: all six, like those to prune
-_PAIR_FIRST = torch.cat((_PAIRS[:, 0], _PAIRS[:, 1]))
-_PAIR_SECOND = torch.cat((_PAIRS[:, 1], _PAIRS[:, 0]))

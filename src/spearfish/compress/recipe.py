@@ -33,7 +33,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     dense_layers: tuple[str, ...] = ()
     calibration: str = "articles"
-    num_samples: int = 64
+    num_samples: int = 32
     seq_len: int = 512
     seed: int = 0
     equal_norm: bool = True
