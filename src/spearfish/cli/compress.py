@@ -183,5 +183,13 @@ def _print_report(console: Console, report: Report, layers: bool) -> None:
         f" {calibration['sha256'][:12]}. Every layer: report.json, or --layers.",
         soft_wrap=True,
     )
+    if report.recover and report.recover["divergence_last"] is not None:
+        console.print(
+            f"Recovery: {report.recover['steps']} steps of {report.recover['tokens_per_step']} tokens in"
+            f" {report.recover['seconds']:.0f} s; distance to the dense model's predictions"
+            f" {report.recover['divergence_first']:.3f} at the start, {report.recover['divergence_last']:.3f} nats at the"
+            " end. The layers' errors above are those of before.",
+            soft_wrap=True,
+        )
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
