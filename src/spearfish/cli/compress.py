@@ -187,8 +187,8 @@ def _print_report(console: Console, report: Report, layers: bool) -> None:
         console.print(
             f"Recovery: {report.recover['steps']} steps of {report.recover['tokens_per_step']} tokens in"
             f" {report.recover['seconds']:.0f} s; distance to the dense model's predictions"
-            f" {report.recover['divergence_first']:.3f} at the start, {report.recover['divergence_last']:.3f} nats at the"
-            " end. The layers' errors above are those of before.",
+            f" {report.recover['divergence_first']:.3f} nats at the start, {report.recover['divergence_last']:.3f} at"
+            " the end. The layers' errors above are those of before.",
             soft_wrap=True,
         )
     for warning in report.warnings:
