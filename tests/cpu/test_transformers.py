@@ -159,6 +159,7 @@ def test_registering_twice_changes_nothing() -> None:
 
 
 PLAIN_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+ASYMMETRIC_GPTQ = {**PLAIN_GPTQ, "sym": False}
 PLAIN_CT = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -169,8 +170,10 @@ PLAIN_CT = {
 @pytest.mark.parametrize(
     ("block", "ours"),
     [
-        (PLAIN_GPTQ, False),
-        ({**PLAIN_GPTQ, "checkpoint_format": "gptq_v2"}, False),
+        (PLAIN_GPTQ, True),  # taken over as gptq_marlin, as it was in vLLM
+        ({**PLAIN_GPTQ, "checkpoint_format": "gptq_v2"}, True),
+        (ASYMMETRIC_GPTQ, False),
+        ({**PLAIN_GPTQ, "bits": 3}, False),
         ({**PLAIN_GPTQ, "checkpoint_format": "marlin_24"}, True),
         ({**PLAIN_GPTQ, "checkpoint_format": "marlin"}, True),
         ({**PLAIN_GPTQ, "is_marlin_format": True}, True),
@@ -190,10 +193,11 @@ def test_other_files_go_to_the_original(made: tuple[Path, nn.Module], tmp_path: 
     """A GPTQ file that is not ours ends where it would without us: in the original's demand for its own package."""
     folder = tmp_path / "m"
     shutil.copytree(made[0] / "gptq", folder)
+    (folder / "quantize_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": PLAIN_GPTQ}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": ASYMMETRIC_GPTQ}))
     switch = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["gptq"]
-    assert type(switch.from_dict(PLAIN_GPTQ)).__name__ == "GPTQConfig"
+    assert type(switch.from_dict(ASYMMETRIC_GPTQ)).__name__ == "GPTQConfig"
     with pytest.raises(ImportError, match="optimum"):
         AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits(spearfish.load(folder, device="cpu")), logits(made[1])), "load takes every format"

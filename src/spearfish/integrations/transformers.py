@@ -30,15 +30,19 @@ from spearfish import reference
 from spearfish.checkpoint import Checkpoint, open_checkpoint
 from spearfish.checkpoint.config import OUR_KEY, interpret
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
+from spearfish.formats.ct_pack_quantized import CtPackQuantized
+from spearfish.formats.dense import Dense
+from spearfish.formats.gptq import Gptq, GptqV2
 from spearfish.nn import QuantLinear
+from spearfish.quantization import resolve
 
 logger = logging.getLogger(__name__)
 
 # Methods of config.json that hosts know and that ours hide behind; "spearfish" is never written to a file.
 OURS = "spearfish"
 SHARED_METHODS = ("gptq", "compressed-tensors")
-# Formats of these methods that the original quantisers read; "dense" is a block that compresses nothing.
-THEIRS = ("gptq", "gptq_v2", "ct-pack-quantized", "dense")
+# Formats of these methods that the original quantisers read.
+THEIRS = (Gptq.name, GptqV2.name, CtPackQuantized.name, Dense.name)
 
 
 def load(
@@ -304,11 +308,12 @@ class Switch:
 
 
 def is_ours(block: dict[str, Any]) -> bool:
-    """Whether a quantization_config was written by spearfish, or names a format that no other quantiser reads today."""
+    """Whether spearfish wrote a quantization_config, or reads a format that no other quantiser does, or one of its
+    methods takes the file over from the method that it names (`spearfish.quantization`)."""
     if OUR_KEY in block:
         return True
     try:
-        return interpret(block, "quantization_config").format not in THEIRS
+        return interpret(block, "quantization_config").format not in THEIRS or resolve(block) != block["quant_method"]
     except SpearfishError:
         return False
 
