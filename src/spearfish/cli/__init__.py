@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -22,8 +21,8 @@ from spearfish.errors import SpearfishError
 
 MAKE, FILES, RUN, MEASURE = "Make a checkpoint", "Look at and change checkpoints", "Run one", "Kernels and measurements"
 
-# Panel of the help, module under spearfish.cli, and its verbs in the order of the help. A verb with an underscore at
-# its end (a Python keyword or builtin) loses it. No verbs: the module's `app` is mounted under the module's name.
+# Panel of the help, module under spearfish.cli, and its verbs in the order of the help. No verbs: the module's `app` is
+# mounted under the module's name.
 VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (MAKE, "compress", ("compress",)),
     (FILES, "files", ("inspect", "convert", "verify")),
@@ -31,7 +30,7 @@ VERBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (RUN, "compress", ("evaluate",)),
     (RUN, "run", ("serve", "doctor")),
     (MEASURE, "kernels", ()),
-    (MEASURE, "bench", ()),
+    (MEASURE, "bench", ("bench",)),
 )
 
 # `serve` hands its words to transformers' own command; with nothing but -h it explains itself.
@@ -67,16 +66,12 @@ def _root(
 
 def _register() -> None:
     for panel, module_name, verbs in VERBS:
-        full_name = f"spearfish.cli.{module_name}"
-        if find_spec(full_name) is None:
-            continue
-        module = importlib.import_module(full_name)
+        module = importlib.import_module(f"spearfish.cli.{module_name}")
         if not verbs:
             app.add_typer(module.app, name=module_name, rich_help_panel=panel)
         for verb in verbs:
-            if hasattr(module, verb):
-                name, settings = verb.rstrip("_").replace("_", "-"), PASSED_ON if verb == "serve" else None
-                app.command(name=name, rich_help_panel=panel, context_settings=settings)(getattr(module, verb))
+            settings = PASSED_ON if verb == "serve" else None
+            app.command(name=verb, rich_help_panel=panel, context_settings=settings)(getattr(module, verb))
 
 
 _register()
