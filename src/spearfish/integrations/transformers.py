@@ -196,7 +196,9 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
                 if isinstance(layer, QuantLinear):
                     prepared = layer.prepare(device, self.dtype).prepared
                     nbytes += prepared.nbytes if prepared else 0
-                _replace(model, name, layer.to(device))
+                else:
+                    layer.to(device)
+                _replace(model, name, layer)
         logger.info("%d quantised layers take %.1f MiB", len(self.checkpoint.linears), nbytes / 2**20)
         if self.quantization_config.quant_method == OURS:
             del model.config.quantization_config  # type: ignore[union-attr]  # it was in no file, and goes into none
