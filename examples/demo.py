@@ -121,6 +121,8 @@ def finished() -> bool:
 
 
 def squeeze(dense: DenseModel) -> None:
+    if OUT.with_name(f"{OUT.name}.work").exists():
+        tell("an earlier run was stopped; its finished blocks are kept")
     columns = (TextColumn("   {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compressing", total=None)
