@@ -15,7 +15,7 @@ import lzma
 import re
 from pathlib import Path
 
-EXCERPT = 2900  # characters of each address
+EXCERPT = 1200  # characters of each address
 OUT = Path(__file__).parents[1] / "src/spearfish/compress/data/addresses.txt.xz"
 
 
@@ -30,7 +30,7 @@ def excerpt(text: str) -> str:
         size += len(paragraph)
         if size > EXCERPT:
             break
-    return "\n".join(taken)[: EXCERPT + 1000].rsplit(". ", 1)[0] + "."
+    return "\n".join(taken)[: EXCERPT + 500].rsplit(". ", 1)[0] + "."
 
 
 def main() -> None:

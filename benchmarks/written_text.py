@@ -18,7 +18,7 @@ from spearfish.models import load_dense
 
 OUT = Path(__file__).parents[1] / "src/spearfish/compress/data/articles.txt.xz"
 NEW_TOKENS = 240
-TEMPERATURES = (0.75, 0.75, 1.0)  # one pass over the topics each: the last wanders more
+PASSES = ((0.75, 260), (0.75, 260), (1.0, 130))  # temperature and articles; the last wanders more
 BATCH = 130
 ASK = (
     "Write an encyclopedia article about {}.",
@@ -78,11 +78,11 @@ def main() -> None:
     model = dense.whole(dtype=torch.bfloat16)
     topics = [" ".join(topic.split()) for topic in TOPICS.split(";")]
     texts: list[str] = []
-    for turn, temperature in enumerate(TEMPERATURES):
+    for turn, (temperature, count) in enumerate(PASSES):
         torch.manual_seed(turn)
         prompts = [ASK[(i + turn) % len(ASK)].format(topic) for i, topic in enumerate(topics)]
         # Mixed, so that any stretch of the file touches many topics.
-        prompts = [prompts[i] for i in torch.randperm(len(prompts)).tolist()]
+        prompts = [prompts[i] for i in torch.randperm(len(prompts)).tolist()][:count]
         for first in range(0, len(prompts), BATCH):
             chats = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + BATCH]]
             rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
