@@ -1,0 +1,61 @@
+"""Why the chooser picks what it picks: every candidate with its estimate, or the reason why it cannot run. No GPU."""
+
+from __future__ import annotations
+
+from spearfish.bench.implementations import ranked
+from spearfish.bench.problems import Point
+from spearfish.bench.report import table
+from spearfish.errors import UnsupportedError
+from spearfish.kernels.config import CHIPS, Chip, Problem
+from spearfish.kernels.prepare import TILE_K, kind_of
+from spearfish.scheme import QuantScheme
+
+
+def problem_for(point: Point) -> Problem:
+    """The kernels' problem of a point, without its weight. Raises UnsupportedError if no kernel takes the scheme."""
+    scheme = point.scheme
+    size = scheme.group_size
+    if size is not None and size % 32:
+        raise UnsupportedError(f"groups of {size} are no multiple of 32: such a weight runs dense")
+    kind = kind_of(scheme)
+    return Problem(
+        kind, point.dtype == "bf16", point.m, point.n, point.k, _granules(scheme, point.k), not scheme.symmetric
+    )
+
+
+def _granules(scheme: QuantScheme, k: int) -> int:
+    """As `prepare` finds them from the weight: scale rows in a tile of 128 k."""
+    one_group = scheme.groups(k) == 1
+    if scheme.bits == 16 or (one_group and scheme.symmetric):
+        return 0
+    size = TILE_K if one_group or scheme.group_size is None else scheme.group_size
+    return next(granules for granules in (1, 2, 4) if size % (TILE_K // granules) == 0)
+
+
+def chip_named(arch: str) -> Chip:
+    """The chip that stands for an architecture. Raises UnsupportedError for one that is not in the list."""
+    found = CHIPS.get(arch) or CHIPS.get(arch.rstrip("af"))
+    if found is None:
+        raise UnsupportedError(f"no chip is listed for {arch!r}; architectures: {', '.join(CHIPS)}")
+    return found
+
+
+def explain(point: Point, chip: Chip, most: int = 12) -> str:
+    """The `most` best candidates with their estimates, then how many cannot run and why, each reason once."""
+    ways = ranked(problem_for(point), chip)
+    able = [way for way in ways if way.why_not is None]
+    body = [
+        (f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", "chosen" if i == 0 else "")
+        for i, way in enumerate(able[:most])
+    ]
+    parts = [f"{point}, on {chip.arch} with {chip.multiprocessors} multiprocessors"]
+    parts.append(table(("candidate", "estimated µs", ""), body) if body else "No candidate can run.")
+    if len(able) > most:
+        parts.append(f"and {len(able) - most} slower ones, up to {able[-1].microseconds:.1f} µs")
+    reasons: dict[str, int] = {}
+    for way in ways:
+        if way.why_not is not None:
+            text = f"{way.family.name}: {way.why_not}"
+            reasons[text] = reasons.get(text, 0) + 1
+    parts += [f"cannot run ({count}): {text}" for text, count in reasons.items()]
+    return "\n".join(parts)
