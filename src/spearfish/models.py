@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from spearfish.checkpoint.safefile import Entry, find_tensors, read_json, read_tensor
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 
 # What a llama-like block calls its linears. Those in one tuple read the same input and are compressed together; the
@@ -89,59 +89,31 @@ def quiet_transformers() -> Iterator[None]:
 
 class ShardReader:
     """The tensors of a folder of safetensors shards, by name, read one at a time. Raises FormatError on a folder that
-    has none, or whose index lies."""
+    has none, or whose headers or index lie."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        files: dict[str, Path]
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise FormatError(f"{index.name}: no readable weight_map in it: {error}") from error
-            files = {name: folder / Path(file).name for name, file in weight_map.items()}
-        else:
-            files = {}
-            for shard in sorted(folder.glob("*.safetensors")):
-                with self._open(shard) as handle:
-                    files.update(dict.fromkeys(handle.keys(), shard))
-        if not files:
-            hint = (
-                "; it has .bin files, which may run code when read: convert them to safetensors first"
-                if any(folder.glob("*.bin"))
-                else ""
-            )
-            raise FormatError(f"no .safetensors files in {folder}{hint}")
-        self.files = files
-
-    @staticmethod
-    def _open(shard: Path) -> Any:
-        try:
-            return safe_open(shard, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise FormatError(f"{shard.name} cannot be read: {error}") from error
+        self.entries = find_tensors(folder)
+        self.files = {name: entry.file for name, entry in self.entries.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self.entries
 
     def names(self) -> list[str]:
-        return sorted(self.files)
+        return sorted(self.entries)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, on the CPU."""
-        if name not in self.files:
-            raise FormatError(f"{self.folder.name} holds no tensor {name}")
-        try:
-            with self._open(self.files[name]) as handle:
-                return handle.get_tensor(name)  # type: ignore[no-any-return]
-        except SafetensorError as error:
-            raise FormatError(f"{name} cannot be read from {self.files[name].name}: {error}") from error
+        return read_tensor(self._entry(name), name)
 
     def shape(self, name: str) -> list[int]:
         """Shape without reading the values."""
-        with self._open(self.files[name]) as handle:
-            return list(handle.get_slice(name).get_shape())
+        return list(self._entry(name).shape)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise FormatError(f"{self.folder.name} holds no tensor {name}")
+        return self.entries[name]
 
 
 def _resolve(module: nn.Module, path: str) -> nn.Module:
@@ -257,10 +229,7 @@ def load_dense(source: str | Path, force_generic: bool = False) -> DenseModel:
     config_file = folder / "config.json"
     if not config_file.exists():
         raise FormatError(f"{folder} has no config.json; a model folder holds config.json, the tokenizer and shards")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise FormatError(f"{config_file} is not valid JSON: {error}") from error
+    config = read_json(config_file)
     for key in ("quantization_config", "compression_config"):
         if key in config:
             raise UnsupportedError(

@@ -17,6 +17,8 @@ from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 # What ships with the package, by name: see compress/data/README.md.
 SHIPPED = {"addresses": ("addresses",), "articles": ("articles",), "builtin": ("addresses", "articles")}
 
+MAX_UNPACKED = 256 << 20  # bytes of text out of one compressed file
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -47,7 +49,7 @@ def read_text(source: str) -> list[str]:
         return _from_hub(source.removeprefix("hub:"))
     path = Path(source).expanduser()
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".xz"))
+        found = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md", ".xz") and file.is_file())
         documents = [document for file in found for document in _read_file(file)]
     elif path.is_file():
         documents = _read_file(path)
@@ -65,10 +67,29 @@ def _shipped(name: str) -> list[str]:
 
 def _read_file(file: Path) -> list[str]:
     try:
-        raw = file.read_bytes()
-        return _split((lzma.decompress(raw) if file.suffix == ".xz" else raw).decode())
-    except (UnicodeDecodeError, lzma.LZMAError) as error:
+        return _split((_unpack(file) if file.suffix == ".xz" else file.read_bytes()).decode())
+    except OSError as error:
+        raise FormatError(f"text: {file} cannot be read: {error.strerror or error}") from error
+    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
         raise FormatError(f"text: {file} is not UTF-8 text: {error}") from error
+
+
+def _unpack(file: Path) -> bytes:
+    """The text in an xz file, up to a limit: a few kB can hold gigabytes of one letter."""
+    parts: list[bytes] = []
+    left, raw = MAX_UNPACKED, file.read_bytes()
+    while raw:
+        unpacker = lzma.LZMADecompressor(memlimit=MAX_UNPACKED)
+        parts.append(unpacker.decompress(raw, left + 1))
+        left -= len(parts[-1])
+        if left < 0:
+            raise FormatError(
+                f"text: {file} holds more than {MAX_UNPACKED >> 20} MiB of text; cut it into smaller files"
+            )
+        if not unpacker.eof:
+            raise EOFError("it was cut off")
+        raw = unpacker.unused_data.lstrip(b"\0")  # files laid end to end, and the padding between them
+    return b"".join(parts)
 
 
 def _split(text: str) -> list[str]:

@@ -169,7 +169,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="convert them to safetensors first"):
         load_dense(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(FormatError, match=r"model.safetensors cannot be read"):
+    with pytest.raises(FormatError, match="not a whole safetensors file"):
         load_dense(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"bits": 4}}))
     with pytest.raises(UnsupportedError, match="quantised already"):

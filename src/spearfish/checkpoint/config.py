@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spearfish.checkpoint.patterns import Budget, Module, Pattern
 from spearfish.checkpoint.safefile import read_json
 from spearfish.errors import FormatError, UnsupportedError
 from spearfish.formats import Declared
@@ -29,9 +30,9 @@ _READ = "spearfish reads gptq (gptq, gptq_v2, marlin, marlin_24) and compressed-
 
 @dataclass(frozen=True)
 class Rule:
-    """A statement about the modules that `pattern` matches (a regular expression), or about all if it is None."""
+    """A statement about the modules that `pattern` matches, or about all if it is None."""
 
-    pattern: str | None
+    pattern: Pattern | Module | None
     declared: Declared
 
 
@@ -49,8 +50,9 @@ class QuantConfig:
     def of(self, module: str) -> Declared:
         """What is said of one module: our own per-layer facts, else the first matching rule, else the general one."""
         declared = self.declared
+        budget = Budget(module)
         for rule in self.rules:
-            if rule.pattern is None or re.search(rule.pattern, module):
+            if rule.pattern is None or rule.pattern.search(module, budget):
                 declared = rule.declared
                 break
         own = self.layer(module)
@@ -199,11 +201,9 @@ def _dynamic(block: dict[str, Any], declared: Declared, where: str) -> tuple[Rul
     for key, change in dynamic.items():
         if key.startswith("-:") or not isinstance(change, dict):
             continue
-        pattern = key.removeprefix("+:")
-        _check_pattern(pattern, where)
         rules.append(
             Rule(
-                pattern,
+                Pattern(key.removeprefix("+:"), where),
                 Declared(
                     bits=_whole(change, "bits", where, range(1, 9)) or declared.bits,
                     group_size=_group(change.get("group_size", declared.group_size), where),
@@ -275,21 +275,12 @@ def _ct_group(group: dict[str, Any], where: str, ours: bool) -> list[Rule]:
         if not isinstance(target, str):
             raise FormatError(f"{where}: target {target!r} is not a text")
         if target.startswith("re:"):
-            pattern = f"^(?:{target[3:]})"
-            _check_pattern(pattern, where)
-            rules.append(Rule(pattern, declared))
+            rules.append(Rule(Pattern(f"^(?:{target[3:]})", where), declared))
         elif target == "Linear" or target.endswith("Linear"):
             rules.append(Rule(None, declared))
         else:
-            rules.append(Rule(f"(^|\\.){re.escape(target)}$", declared))
+            rules.append(Rule(Module(target), declared))
     return rules
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise FormatError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
 
 
 def _whole(block: Mapping[str, Any], key: str, where: str, legal: range) -> int | None:

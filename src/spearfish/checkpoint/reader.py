@@ -311,9 +311,10 @@ def _take_tables(
     return tables
 
 
-def natural_order(name: str) -> list[tuple[bool, int | str]]:
-    """A sort key by which layer 10 follows layer 9."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name)]
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A sort key by which layer 10 follows layer 9: numbers go by their length first, other parts stand before them."""
+    parts = re.split(r"(\d+)", name)
+    return [(len(part.lstrip("0")) + 1, part.lstrip("0")) if part.isdecimal() else (0, part) for part in parts]
 
 
 def _is_matrix(entry: Entry) -> bool:

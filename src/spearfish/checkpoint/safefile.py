@@ -47,6 +47,7 @@ class Entry:
 def read_header(file: Path) -> dict[str, Entry]:
     """Every tensor of a safetensors file. Raises FormatError if the header is damaged, lies about the file's size, or
     leaves gaps or overlaps."""
+    require_inside(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -81,6 +82,36 @@ def read_header(file: Path) -> dict[str, Entry]:
             f" {'it was cut off; fetch it again' if size < end else 'something was appended'}"
         )
     return entries
+
+
+def is_inside(file: Path) -> bool:
+    """Whether a file of a checkpoint folder is a plain file that lies there, or where the hub's cache keeps its files.
+
+    A folder from a stranger may hold links, and through one that leads out of it a private file would be read, or
+    carried into the output and published with it. In the hub's cache every file of `snapshots/x` is a link to `blobs`.
+    """
+    try:
+        real, folder = file.resolve(strict=True), file.parent.resolve(strict=True)
+        plain = real.is_file()
+    except (OSError, RuntimeError, ValueError):  # a link in a circle; a name that no file can have
+        return False
+    blobs = folder.parent.parent / "blobs"
+    in_cache = folder.parent.name == "snapshots" and real.parent == blobs
+    return plain and (in_cache or real.is_relative_to(folder))
+
+
+def require_inside(file: Path) -> None:
+    """Raise FormatError unless the file is there and `is_inside` its folder."""
+    if is_inside(file):
+        return
+    if not file.exists():
+        raise FormatError(f"{file}: no such file")
+    if file.is_symlink():
+        raise FormatError(
+            f"{file}: this link leads out of its folder, to {file.resolve()}, and is not followed; put the file itself"
+            f" there"
+        )
+    raise FormatError(f"{file}: not a plain file")
 
 
 def read_tensor(entry: Entry, name: str) -> torch.Tensor:
@@ -160,11 +191,11 @@ def find_tensors(folder: Path) -> dict[str, Entry]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _through_index(folder, index)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.is_dir())
     if not files:
         others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         found = (
-            f"; it has {', '.join(others[:3])}, which is not read: convert it to safetensors first" if others else ""
+            f"; it has {', '.join(others[:3])}, which is not read: convert them to safetensors first" if others else ""
         )
         raise FormatError(f"{folder}: no .safetensors file in this folder{found}")
     entries: dict[str, Entry] = {}
@@ -185,9 +216,9 @@ def _through_index(folder: Path, index: Path) -> dict[str, Entry]:
         raise FormatError(f"{index}: no weight_map of tensor names to file names")
     headers: dict[str, dict[str, Entry]] = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise FormatError(f"{index}: {file!r} is not the name of a safetensors file in this folder")
-        if not (folder / file).is_file():
+        if Path(file).name != file or not file.endswith(".safetensors") or len(file) > 250 or "\0" in file:
+            raise FormatError(f"{index}: {file[:250]!r} is not the name of a safetensors file in this folder")
+        if not (folder / file).exists():
             raise FormatError(f"{folder}: shard {file} is named in {index.name} but missing. Fetch it again")
         headers[file] = read_header(folder / file)
     absent = sorted(name for name, file in weight_map.items() if name not in headers[file])
@@ -203,7 +234,11 @@ def _through_index(folder: Path, index: Path) -> dict[str, Entry]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises FormatError naming the file."""
+    require_inside(file)
     try:
+        size = file.stat().st_size
+        if size > MAX_HEADER:
+            raise FormatError(f"{file}: {size} bytes; a JSON file of a checkpoint has at most {MAX_HEADER}")
         value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_doubles)
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error

@@ -21,7 +21,7 @@ from spearfish import __version__
 from spearfish.checkpoint.card import model_card, to_yaml
 from spearfish.checkpoint.config import FORMAT_VERSION, OUR_KEY
 from spearfish.checkpoint.reader import LAYER_FORMATS, is_embedding
-from spearfish.checkpoint.safefile import read_json
+from spearfish.checkpoint.safefile import is_inside, read_json
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import FORMATS, transforms
 from spearfish.formats.base import LayerFacts, main_scheme
@@ -275,7 +275,7 @@ class CheckpointWriter:
             return
         for file in sorted(self.source.iterdir()):
             wanted = file.suffix in _CARRIED_SUFFIXES or _CARRIED_NAMES.match(file.name)
-            if not wanted or _NOT_CARRIED.fullmatch(file.name) or not file.is_file():
+            if not wanted or _NOT_CARRIED.fullmatch(file.name) or not is_inside(file):
                 continue
             if file.stat().st_size <= _MAX_CARRIED:
                 shutil.copyfile(file, self._temp / file.name)

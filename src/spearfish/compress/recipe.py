@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -57,11 +58,16 @@ class Recipe:
         """Raises SpearfishError on an unknown key, naming the nearest valid one."""
         import difflib
 
-        known = [f.name for f in fields(cls)]
+        if not isinstance(values, dict):
+            raise SpearfishError(f"a recipe is names with values, got {type(values).__name__}")
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        known = list(kinds)
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 raise SpearfishError(f"recipe has no key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            if not _fits(values[key], kinds[key]):
+                raise SpearfishError(f"recipe: {key} is {values[key]!r}, wanted {kinds[key]}")
         tuples: dict[str, Any] = {key: tuple(values[key]) for key in ("ignore", "dense_layers") if key in values}
         return cls(**(values | tuples))
 
@@ -73,6 +79,18 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and YAML."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value of a JSON or YAML file is of a field's kind, such as "int | None"."""
+    if kind.startswith("tuple"):
+        return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    if value is None:
+        return kind.endswith("None")
+    wanted = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}[kind.partition(" ")[0]]
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, wanted) and (isinstance(value, bool) == (kind == "bool"))
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spearfish.compress.report import LayerReport
-from spearfish.errors import FormatError, SpearfishError
+from spearfish.errors import FormatError, ShapeError, SpearfishError
 from spearfish.scheme import QuantScheme, QuantWeight
 
 
@@ -36,8 +36,16 @@ def load_with_facts(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
             return tensors, json.loads(handle.metadata()["facts"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{file} is damaged ({error}); delete its folder to start anew") from error
+    except (SafetensorError, OSError, RecursionError, *_DAMAGE) as error:
+        raise _damaged(file, error) from error
+
+
+# What a file can raise that is whole safetensors but does not hold what was put into it.
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ShapeError)
+
+
+def _damaged(file: Path, error: Exception) -> FormatError:
+    return FormatError(f"{file} is damaged ({type(error).__name__}: {error}); delete its folder to start anew")
 
 
 class WorkFolder:
@@ -69,9 +77,17 @@ class WorkFolder:
         save_atomically(tensors, self._block(index), facts)
 
     def load_block(self, index: int) -> tuple[dict[str, QuantWeight], list[LayerReport]]:
-        """Inverse of `save_block`."""
-        tensors, facts = load_with_facts(self._block(index))
-        weights = {
+        """Inverse of `save_block`. Raises FormatError on a damaged file."""
+        file = self._block(index)
+        tensors, facts = load_with_facts(file)
+        try:
+            return self._weights(tensors, facts["schemes"]), [LayerReport(**report) for report in facts["reports"]]
+        except _DAMAGE as error:
+            raise _damaged(file, error) from error
+
+    @staticmethod
+    def _weights(tensors: dict[str, torch.Tensor], schemes: dict[str, Any]) -> dict[str, QuantWeight]:
+        return {
             name: QuantWeight(
                 QuantScheme(**scheme),
                 **{
@@ -80,9 +96,8 @@ class WorkFolder:
                     if f"{name}.{part}" in tensors
                 },
             )
-            for name, scheme in facts["schemes"].items()
+            for name, scheme in schemes.items()
         }
-        return weights, [LayerReport(**report) for report in facts["reports"]]
 
     def save_hidden(self, next_block: int, hidden: torch.Tensor) -> None:
         """Called after the block before `next_block` is safe."""
@@ -94,7 +109,10 @@ class WorkFolder:
         if not file.exists():
             return 0, None
         tensors, facts = load_with_facts(file)
-        return int(facts["next"]), tensors["hidden"]
+        try:
+            return int(facts["next"]), tensors["hidden"]
+        except _DAMAGE as error:
+            raise _damaged(file, error) from error
 
     def delete(self) -> None:
         """Called when the output is complete."""

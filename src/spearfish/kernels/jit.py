@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from importlib import import_module, resources
 from importlib.util import find_spec
@@ -206,8 +206,14 @@ def _unframe(content: bytes, variant: Variant) -> Binary | None:
     if content[:start] != _FRAME_MAGIC + hashlib.sha256(rest).digest():
         return None
     line, _, cubin = rest.partition(b"\n")
-    facts = json.loads(line)
-    return Binary(variant, cubin, Resources(**{**facts, "warnings": tuple(facts["warnings"])}))
+    try:
+        facts = json.loads(line)
+        warnings = tuple(str(warning) for warning in facts.pop("warnings"))
+        numbers = (int(facts[each.name]) for each in fields(Resources)[:-1])
+        registers, shared, stack, stores, loads = numbers
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None  # the digest is right, so this was written by another version, or by somebody else
+    return Binary(variant, cubin, Resources(registers, shared, stack, stores, loads, warnings))
 
 
 class _Log:
