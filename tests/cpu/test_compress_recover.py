@@ -162,6 +162,18 @@ def test_an_interrupted_recovery_goes_on_to_the_same_end(place: Path, tmp_path: 
         assert torch.equal(layer_of.log_scales, again.layers[name].log_scales)
 
 
+def test_layers_left_alone_compute_in_bfloat16_too(place: Path) -> None:
+    """The norm gains are float32 and widen what they touch; a plain bfloat16 linear behind them refused it."""
+    dense = load_dense(place / "dense")
+    linear = dense.whole().get_submodule("model.layers.0.mlp.down_proj")
+    weights = {"model.layers.0.mlp.down_proj": tiny.round_to_nearest(linear.weight)}  # type: ignore[arg-type]
+    recovery = Recovery(dense, weights, Settings(steps=2, tokens=64, length=32), CPU, fast=True)
+    tokens = cut_windows(dense.tokenizer(), [tiny.PROSE * 4], 32)
+    recovery.run(tokens, None, lambda *_: None)
+    assert recovery.step == 2
+    assert recovery.losses[0] > 0
+
+
 def test_a_time_budget_is_kept(place: Path) -> None:
     dense = load_dense(place / "dense")
     tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 64)

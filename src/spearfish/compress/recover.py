@@ -190,6 +190,10 @@ def _feature_loss(student: Iterable[torch.Tensor], teacher: Iterable[torch.Tenso
     return torch.stack(losses).mean()
 
 
+def _narrow(linear: nn.Linear, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (inputs[0].to(linear.weight.dtype),)
+
+
 def rate_at(fraction: float, warmup: float) -> float:
     """Share of the full learning rate at a fraction of the budget: linear warm-up, then a cosine to zero."""
     if fraction < warmup:
@@ -231,6 +235,9 @@ class Recovery:
                 owner = self.student.get_submodule(name.rpartition(".")[0])
                 owner.weight = nn.Parameter(dense.reader.tensor(name).to(device).float())
                 self.gains[name] = owner.weight
+        for module in self.student.modules():
+            if isinstance(module, nn.Linear):  # left as it is by the recipe; the float32 gains widen what it is given
+                module.register_forward_pre_hook(_narrow)
         codes = [layer.codes for layer in self.layers.values()]
         scales = [layer.log_scales for layer in self.layers.values()]
         self.optimiser = torch.optim.AdamW(
