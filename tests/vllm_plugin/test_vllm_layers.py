@@ -195,7 +195,7 @@ def test_the_kernels_op_compiles_without_a_break(
     bits = {names[0]: 4, names[1]: 4 if fused == "alike" else 8}
     weights = {name: round_to_nearest(dense_of(name, INTER, HIDDEN), bits[name], 32) for name in names}
     folder = folder_of(tmp_path / "both", "marlin_24", weights)
-    monkeypatch.setattr(plugin, "prepare", lambda weight, device, dtype: to_stream(weight, device, dtype))
+    monkeypatch.setattr(plugin, "prepare", lambda weight, device, dtype, _: to_stream(weight, device, dtype))
     layer = host.MergedColumnParallelLinear(
         *(HIDDEN, [INTER, INTER]),
         prefix=f"{LAYER}.mlp.gate_up_proj",
@@ -212,6 +212,65 @@ def test_the_kernels_op_compiles_without_a_break(
     torch.testing.assert_close(eager, nn.functional.linear(x, truth, layer.bias), atol=2e-2, rtol=2e-3)
     compiled = torch.compile(lambda given: layer(given)[0], fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), eager)
+
+
+def test_kernels_run_once_before_graphs_are_captured(
+    ranks: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, vllm_config: Any
+) -> None:
+    """One call for each captured size and kind of layer; layers of the same kind share it."""
+    vllm_config.compilation_config.cudagraph_capture_sizes = [1, 4]
+    monkeypatch.setattr(plugin, "prepare", lambda weight, device, dtype, _: to_stream(weight, device, dtype))
+    config = config_of(folders["marlin_24"])
+    calls = []
+    real = plugin._product
+    monkeypatch.setattr(plugin, "_product", lambda *given: (calls.append(tuple(given[1].shape)), real(*given))[1])
+    for name in (f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"):
+        layer = host.ReplicatedLinear(
+            HIDDEN, INTER, bias=False, quant_config=config, prefix=name, params_dtype=torch.float16
+        )
+        load(layer, folders["marlin_24"], [name], [None])
+        assert not calls or len(calls) == 2  # nothing on a CPU by itself
+        layer.quant_method.warm_up(layer, layer.quant_method.pieces[0])
+    assert calls == [(1, HIDDEN), (4, HIDDEN)]
+
+
+def test_batch_invariance_is_passed_on(ranks: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own switch. On a CPU there is one way to run only, and nothing to ask for."""
+    asked = []
+
+    def spy(weight: QuantWeight, device: torch.device, dtype: torch.dtype, invariant: bool) -> Any:
+        asked.append(invariant)
+        return to_stream(weight, device, torch.float16)
+
+    monkeypatch.setattr(plugin, "prepare", spy)
+    monkeypatch.setattr(plugin.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    name = f"{LAYER}.mlp.up_proj"
+    layer = host.ReplicatedLinear(HIDDEN, INTER, bias=False, quant_config=config_of(folders["marlin_24"]), prefix=name)
+    load(layer, folders["marlin_24"], [name], [None])
+    assert asked == [False]
+
+
+def test_scales_of_activations_are_left_aside(ranks: Any, tmp_path: Path) -> None:
+    """W8A8 files carry them beside each weight; the runtime is weight-only."""
+    names = [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"]
+    out, values = tmp_path / "activations", {}
+    with CheckpointWriter(out, config=MODEL, format="ct-sparse-24-bitmask") as writer:
+        for name in names:
+            dense = dense_of(name, INTER, HIDDEN).half()
+            values[name] = dense * sparse24.magnitude_mask(dense.abs())
+            writer.add_weight(name, transforms.sparse_values(values[name]))
+            writer.add_tensor(f"{name}.input_scale", torch.ones(1))
+    layer = host.MergedColumnParallelLinear(
+        *(HIDDEN, [INTER, INTER]),
+        bias=False,
+        quant_config=config_of(out, "sparse24"),
+        prefix=f"{LAYER}.mlp.gate_up_proj",
+        params_dtype=torch.float32,
+    )
+    load(layer, out, names, [0, 1])
+    x = torch.randn(2, HIDDEN)
+    wanted = x @ torch.cat([values[name].float() for name in names]).T
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), wanted)
 
 
 def test_layers_fused_in_the_file(ranks: Any, tmp_path: Path) -> None:

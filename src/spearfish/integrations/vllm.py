@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from torch.nn import functional
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as HOST_METHODS
@@ -310,6 +311,7 @@ class Report:
     loaded: int = 0
     prepared: int = 0
     paths: dict[str, int] = field(default_factory=dict)
+    warm: set[tuple[Any, ...]] = field(default_factory=set)  # kinds of pieces whose kernels were run
 
     def done(self, loaded: int, prepared: int, paths: Sequence[str]) -> None:
         self.open -= 1
@@ -401,6 +403,7 @@ class FileLinearMethod(QuantizeMethodBase):  # type: ignore[misc]
         self.parts: list[Part] = []
         self.dtype = torch.float16
         self.is_dummy = False
+        self.graph_sizes: list[int] = []
         self.placeholders: list[str] = []
         self.pieces: list[Piece] | None = None
 
@@ -422,8 +425,10 @@ class FileLinearMethod(QuantizeMethodBase):  # type: ignore[misc]
         from vllm.config import get_current_vllm_config
 
         self.dtype = params_dtype
+        engine = get_current_vllm_config()
         # vLLM's dummy loading invents the weights, for measurements without a checkpoint.
-        self.is_dummy = str(get_current_vllm_config().load_config.load_format) == "dummy"
+        self.is_dummy = str(engine.load_config.load_format) == "dummy"
+        self.graph_sizes = list(engine.compilation_config.cudagraph_capture_sizes or ())
         sizes = Sizes(layer, input_size_per_partition, list(output_partition_sizes), input_size)
         sources = _sources(self.config, self.prefix, self.names, sizes)
         _require_legal(self.prefix, sources, sizes)
@@ -471,7 +476,9 @@ class FileLinearMethod(QuantizeMethodBase):  # type: ignore[misc]
         for number, weight in enumerate(_joined(weights)):
             suffix = f"_{number}" if number else ""
             if isinstance(weight, QuantWeight):
-                prepared = prepare(weight, device, self.dtype)
+                prepared = prepare(
+                    weight, device, self.dtype, bool(envs.VLLM_BATCH_INVARIANT) and device.type == "cuda"
+                )
                 paths.append(f"{weight.scheme}, {prepared.path}")
                 dense, stream, scale = prepared.dense, prepared.stream, prepared.column_scale
                 facts = None if stream is None else prepared.facts
@@ -485,7 +492,20 @@ class FileLinearMethod(QuantizeMethodBase):  # type: ignore[misc]
                     layer.register_parameter(name + suffix, torch.nn.Parameter(tensor, requires_grad=False))
                     nbytes += tensor.nbytes
             self.pieces.append(Piece(n, facts, suffix))
+            if device.type == "cuda":
+                self.warm_up(layer, self.pieces[-1])
         self.config.report.done(loaded, nbytes, paths)
+
+    def warm_up(self, layer: torch.nn.Module, piece: Piece) -> None:
+        """Run a piece once with each number of tokens that vLLM will capture a CUDA graph of, unless a piece of its
+        kind was: kernels are compiled and loaded at their first call, which must not fall into a capture."""
+        if piece.facts is None or piece.facts in self.config.report.warm:
+            return
+        self.config.report.warm.add(piece.facts)
+        k = piece.facts[2]
+        for tokens in self.graph_sizes:
+            x = torch.zeros((tokens, k), dtype=self.dtype, device=getattr(layer, f"weight_packed{piece.suffix}").device)
+            _product(layer, x, None, piece)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., k] to [..., n]."""
