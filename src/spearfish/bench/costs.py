@@ -32,11 +32,12 @@ def compile_table(points: Sequence[Point], chip: Chip) -> str:
 
     Needs no GPU. Every variant is compiled anew; the cache is then filled by it and read.
     """
-    families = {choose(problem_for(point), chip)[0].name for point in points}
+    families = set()
     wanted: dict[jit.Variant, None] = {}
     for point in points:
         problem = problem_for(point)
-        family, _ = choose(problem, chip)
+        family, _ = choose(problem, chip, kernels.kernel_choice())
+        families.add(family.name)
         for arch in (chip.arch, f"{chip.arch}a"):
             for variant in family.variants(arch):
                 if set(problem.weight_macros) <= set(variant.macros):

@@ -6,7 +6,9 @@ from spearfish.bench.implementations import ranked
 from spearfish.bench.problems import Point
 from spearfish.bench.report import table
 from spearfish.errors import UnsupportedError
+from spearfish.kernels.choose import choose
 from spearfish.kernels.config import CHIPS, Chip, Problem
+from spearfish.kernels.matmul import kernel_choice
 from spearfish.kernels.prepare import TILE_K, kind_of
 from spearfish.scheme import QuantScheme
 
@@ -41,17 +43,27 @@ def chip_named(arch: str) -> Chip:
 
 
 def explain(point: Point, chip: Chip, most: int = 12) -> str:
-    """The `most` best candidates with their estimates, then how many cannot run and why, each reason once."""
-    ways = ranked(problem_for(point), chip)
+    """What is chosen, the `most` best candidates with their estimates, then how many cannot run and why, each reason
+    once. A family that the chooser takes only on request is listed as that."""
+    problem = problem_for(point)
+    ways = ranked(problem, chip)
     able = [way for way in ways if way.why_not is None]
-    body = [
-        (f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", "chosen" if i == 0 else "")
-        for i, way in enumerate(able[:most])
-    ]
-    parts = [f"{point}, on {chip.arch} with {chip.multiprocessors} multiprocessors"]
+    choice = kernel_choice()
+    try:
+        chosen = choose(problem, chip, choice)
+    except UnsupportedError:
+        chosen = None
+    body = []
+    for i, way in enumerate(able):
+        is_chosen = (way.family, way.config) == chosen
+        if i < most or is_chosen:
+            remark = "chosen" if is_chosen else "on request" if way.on_request else ""
+            body.append((f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", remark))
+    asked = "" if choice == "auto" else f", SPEARFISH_KERNEL={choice}"
+    parts = [f"{point}, on {chip.arch} with {chip.multiprocessors} multiprocessors{asked}"]
     parts.append(table(("candidate", "estimated µs", ""), body) if body else "No candidate can run.")
-    if len(able) > most:
-        parts.append(f"and {len(able) - most} slower ones, up to {able[-1].microseconds:.1f} µs")
+    if len(able) > len(body):
+        parts.append(f"and {len(able) - len(body)} others, up to {able[-1].microseconds:.1f} µs")
     reasons: dict[str, int] = {}
     for way in ways:
         if way.why_not is not None:

@@ -1,0 +1,249 @@
+"""What the benchmark shows without a GPU: explanations, compile times, reports, plots; and its command line."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import test_bench as made_up
+import torch
+
+import tiny
+from spearfish import cli, sparse24
+from spearfish.bench import costs, plot
+from spearfish.bench.ceilings import SOURCE, Ceilings
+from spearfish.bench.explain import chip_named, explain, problem_for
+from spearfish.bench.implementations import problem_of, ranked
+from spearfish.bench.problems import Point, Weights, parse_scheme
+from spearfish.bench.report import layers_table, rows
+from spearfish.cli.bench import _layers, _seconds
+from spearfish.errors import UnsupportedError
+from spearfish.kernels import jit
+from spearfish.kernels.choose import choose
+from spearfish.kernels.prepare import to_stream
+
+
+def spearfish(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(("bench", *words))
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+# ---------------------------------------------------------------------------------------------------------- ceilings
+
+ENTRIES = (
+    *(("read_plain", arch) for arch in jit.ARCHITECTURES),
+    *(("rate_mma_sp", arch) for arch in jit.ARCHITECTURES),
+    *(("read_bulk", arch) for arch in ("sm_90", "sm_100")),
+    ("rate_wgmma_sp", "sm_90a"),
+)
+
+
+@pytest.mark.parametrize(("entry", "arch"), ENTRIES, ids=lambda word: word)
+def test_the_kernels_of_the_ceilings_compile_without_a_complaint(entry: str, arch: str) -> None:
+    binary = jit.compile_variant(jit.Variant(SOURCE, entry, arch), use_cache=False)
+    assert binary.resources.complaint is None
+    # Two blocks of mma.sp on a multiprocessor, one of wgmma.sp: what the launches are made for.
+    assert binary.resources.registers <= 128
+
+
+# ----------------------------------------------------------------------------------------------------------- explain
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["int4-g128", "int4-g64", "int4-g32", "int4-g256", "int8-channel", "int4-channel-asym", "f16", "dense-int4-g96"],
+)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_problem_without_its_weight_is_that_of_the_weight(word: str, dtype: str) -> None:
+    point = Point(256, 64, 9, dtype, parse_scheme(word))
+    weights = Weights(
+        256, 64, point.scheme, {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype], torch.device("cpu")
+    )
+    assert problem_for(point) == problem_of(to_stream(weights.own, "cpu", weights.dtype), 9)
+
+
+def test_groups_that_no_kernel_takes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="groups of 48"):
+        problem_for(Point(96, 64, 1, "fp16", parse_scheme("int4-g48")))
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
+def test_the_first_of_the_ranking_is_what_the_chooser_takes(m: int) -> None:
+    point, chip = Point(4096, 4096, m, "fp16", parse_scheme("int4-g128")), chip_named("sm_90")
+    ways = ranked(problem_for(point), chip)
+    able = [way for way in ways if way.why_not is None]
+    assert [way.microseconds for way in able] == sorted(way.microseconds for way in able)
+    first = next(way for way in able if not way.on_request)
+    assert (first.family, first.config) == choose(problem_for(point), chip)
+    lines = explain(point, chip).splitlines()
+    (chosen,) = [line for line in lines if line.endswith(" chosen |")]
+    assert f"| {first.family.name}: {first.config} " in chosen
+    assert sum(line.endswith(" on request |") for line in lines) == sum(way.on_request for way in able[:12])
+
+
+def test_a_forced_kernel_is_what_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEARFISH_KERNEL", "unpack")
+    lines = explain(Point(4096, 4096, 128, "fp16", parse_scheme("int4-g128")), chip_named("sm_80")).splitlines()
+    assert lines[0].endswith("SPEARFISH_KERNEL=unpack")
+    (chosen,) = [line for line in lines if line.endswith(" chosen |")]
+    assert chosen.startswith("| unpack: ")
+
+
+def test_explain_and_compile_time_need_no_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPEARFISH_CACHE_DIR", str(tmp_path))
+    code, out, _ = spearfish(capsys, "4096x4096", "--m", "1,4096", "--explain", "--arch", "sm_80")
+    assert code == 0
+    assert out.count("chosen") == 2
+    assert "cannot run (1): unpack: unpacking for 1 tokens cannot win" in out
+    code, out, _ = spearfish(capsys, "4096x4096", "--m", "1", "--compile-time", "--arch", "sm_80")
+    assert code == 0
+    first = next(line for line in out.splitlines() if line.startswith("| portable["))
+    assert "BITS=4" in first
+    cold, cached = (float(cell) for cell in first.split("|")[2:4])
+    assert cold * 1e3 > cached > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- costs
+
+
+def test_an_eager_call_and_a_node_cost_what_they_cost() -> None:
+    device = made_up.FakeDevice()
+    assert costs.node_microseconds(lambda: device.spend(0.7), device) == pytest.approx(0.7)
+    calls = []
+    assert 0 < costs.call_microseconds(lambda: calls.append(1), lambda: None, calls=10, turns=3) < 1e4
+    assert len(calls) == 31
+
+
+def test_a_chain_is_all_layers_once() -> None:
+    device = made_up.FakeDevice()
+    shapes = ((64, 96), (64, 64))
+    ones = [
+        made_up.FakeOne("spearfish", device, 10.0),
+        made_up.FakeOne("marlin", device, lambda m: 15.0 * m),
+        made_up.FakeOne("machete", device, 1.0, reason="no library"),
+        made_up.FakeOne("humming", device, 1.0, spoil=lambda y: y @ y),
+    ]
+    scheme = parse_scheme("int4-g32")
+    found = costs.chains(ones, (1, 2), scheme, "fp16", device, layers=3, shapes=shapes)  # type: ignore[arg-type]
+    assert {(one.name, one.m): one.us for one in found if one.us} == {
+        ("spearfish", 1): 60.0,
+        ("spearfish", 2): 60.0,
+        ("marlin", 1): 90.0,
+        ("marlin", 2): 180.0,
+    }
+    assert ones[0].prepared == 6
+    size = 3 * sum(Point(k, n, 1, "fp16", scheme).bytes for k, n in shapes)
+    text = costs.chain_table(found, scheme, "fp16", Ceilings([(size, 30.0)]), layers=3, shapes=shapes)
+    line = next(line for line in text.splitlines() if line.startswith("| spearfish"))
+    assert "60.0 |" in line
+    assert "50 %" in line
+    assert "no library" in text
+    assert "failed" not in text
+    assert "RuntimeError" in text
+
+
+def test_the_cost_table_goes_on_after_a_failure() -> None:
+    device = made_up.FakeDevice(every_call=2.0)
+    ones = [
+        made_up.FakeOne("absent", device, 1.0, reason="is not installed"),
+        made_up.FakeOne("broken", device, 1.0, spoil=lambda y: y.view(7)),
+    ]
+    text = costs.eager_table(ones, parse_scheme("int4-g128"), "fp16", device)  # type: ignore[arg-type]
+    assert "| absent" in text
+    assert text.count("is not installed") == 2
+    assert text.count("RuntimeError") == 2
+    # On a CPU the weight is held dense: 32 MiB.
+    assert re.search(r"prepare of 4096 × 4096: [\d.]+ ms, 33\.55 MB held", text)
+
+
+# ------------------------------------------------------------------------------------------------- reports and plots
+
+
+def test_a_model_is_the_sum_of_its_layers(tmp_path: Path) -> None:
+    results = made_up.measured(tmp_path)
+    counts = {(256, 128, made_up.G128): 3, (128, 64, made_up.G128): 2}
+    line = layers_table(rows(results), counts).splitlines()[2].replace(" ", "")
+    assert line.startswith("|1|0.050|0.125|2.50|")
+    del results.points[0]["us"]["spearfish"]
+    assert layers_table(rows(results), counts).splitlines()[2].replace(" ", "").startswith("|1|–|0.125|–|")
+
+
+def test_reports_and_plots_come_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    results = made_up.measured(tmp_path, tokens=(1, 16, 64))
+    code, out, _ = spearfish(capsys, "--report", "--results", str(tmp_path), "--plots", str(tmp_path / "plots"))
+    assert code == 0
+    assert "# int4-g128, fp16, Made Up GPU 9" in out
+    assert "## Where we lose" in out
+    paths = sorted((tmp_path / "plots" / "made_up_gpu_9").iterdir())
+    assert [path.name for path in paths] == [f"int4-g128-fp16-{name}.png" for name in ("layers", "roofline", "speedup")]
+    for path in paths:
+        head = path.read_bytes()[:24]
+        width, height = struct.unpack(">II", head[16:24])
+        assert head[:8] == b"\x89PNG\r\n\x1a\n"
+        assert 600 <= width <= 1600
+        assert height >= 350
+        assert path.stat().st_size < 150_000
+    assert plot._names(rows(results)) == ["spearfish", "marlin"]
+
+
+def test_every_implementation_has_a_place_in_the_plots() -> None:
+    from spearfish.bench.peers import all_peers
+
+    assert {one.name for one in all_peers()} | {"spearfish"} == set(plot._STYLES)
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def test_a_measurement_without_a_gpu_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words in ((), ("--eager",), ("--chain",)):
+        code, out, err = spearfish(capsys, *words)
+        assert (code, out) == (1, "")
+        assert err == "error: a measurement needs an NVIDIA GPU, and torch finds none here\n"
+    assert "name an architecture, --arch sm_90" in spearfish(capsys, "--explain")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("7x7",), "'7x7' is neither a set of shapes"),
+        (("--scheme", "int5"), "scheme 'int5' is not known"),
+        (("--dtype", "fp8"), "--dtype is 'fp8'"),
+        (("--m", "many"), "m is 'many'"),
+        (("--explain", "--arch", "sm_70"), "no chip is listed for 'sm_70'"),
+        (("--report",), "--results DIR"),
+        (("--report", "--results", "nowhere"), "no result file below nowhere"),
+    ],
+)
+def test_wrong_words_are_named(words: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = spearfish(capsys, *words)
+    assert code == 1
+    assert what in err
+    assert err.count("\n") == 1
+
+
+def test_durations() -> None:
+    assert [_seconds(text) for text in (None, "240s", "240", "1.5m")] == [None, 240.0, 240.0, 90.0]
+    with pytest.raises(UnsupportedError, match="soon"):
+        _seconds("soon")
+
+
+def test_the_layers_of_a_checkpoint_are_measured(tmp_path: Path) -> None:
+    model = tiny.llama()
+    for layer in tiny.linears(model).values():
+        layer.weight.data *= sparse24.magnitude_mask(layer.weight.abs())
+    model.save_pretrained(tmp_path)
+    layers, counts = _layers([str(tmp_path), "4096x4096"], "int4-g128,f16")
+    assert sum(counts.values()) == len(tiny.linears(model)) == 14
+    shapes = {(layer.weight.shape[1], layer.weight.shape[0]) for layer in tiny.linears(model).values()}
+    assert set(counts) == {(k, n, parse_scheme("f16")) for k, n in shapes}
+    assert layers == [*counts, (4096, 4096, parse_scheme("int4-g128")), (4096, 4096, parse_scheme("f16"))]
