@@ -95,54 +95,53 @@ def compress(
     )
     _warn_about_memory(result, device)
     plan = _plan(dense, recipe, tokens, fast)
-    work = WorkFolder(out.with_name(f"{out.name}.work"), plan)
+    with WorkFolder(out.with_name(f"{out.name}.work"), plan) as work:
+        next_block, hidden = work.load_hidden()
+        if next_block:
+            log.info("going on at block %d of %d", next_block, len(walker.paths))
+        first = walker.embed(tokens.tokens)
+        if hidden is None:
+            hidden = first
+        del first
+        for index, path in enumerate(walker.paths):
+            if index < next_block:
+                result.layers += work.load_block(index)[1]
+                continue
+            progress("blocks", index, len(walker.paths), path)
+            walker.load(index)
+            weights, reports = _solve_block(walker, index, hidden, recipe, result)
+            hidden = walker.forward(index, hidden)
+            walker.release(index)
+            work.save_block(index, weights, reports)
+            work.save_hidden(index + 1, hidden)
+            result.layers += reports
+        progress("blocks", len(walker.paths), len(walker.paths), "")
+        result.judge()
+        gains: dict[str, torch.Tensor] = {}
+        recovered: dict[str, QuantWeight] = {}
+        if recipe.recover or recipe.recover_steps:
+            recovered, gains = _recover(dense, walker, recipe, work, result, progress)
 
-    next_block, hidden = work.load_hidden()
-    if next_block:
-        log.info("going on at block %d of %d", next_block, len(walker.paths))
-    first = walker.embed(tokens.tokens)
-    if hidden is None:
-        hidden = first
-    del first
-    for index, path in enumerate(walker.paths):
-        if index < next_block:
-            result.layers += work.load_block(index)[1]
-            continue
-        progress("blocks", index, len(walker.paths), path)
-        walker.load(index)
-        weights, reports = _solve_block(walker, index, hidden, recipe, result)
-        hidden = walker.forward(index, hidden)
-        walker.release(index)
-        work.save_block(index, weights, reports)
-        work.save_hidden(index + 1, hidden)
-        result.layers += reports
-    progress("blocks", len(walker.paths), len(walker.paths), "")
-    result.judge()
-    gains: dict[str, torch.Tensor] = {}
-    recovered: dict[str, QuantWeight] = {}
-    if recipe.recover or recipe.recover_steps:
-        recovered, gains = _recover(dense, walker, recipe, work, result, progress)
-
-    progress("writing", 0, 1, str(out))
-    with checkpoint.CheckpointWriter(
-        out, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
-    ) as writer:
-        packed: set[str] = set()
-        for index in range(len(walker.paths)):
-            for name, weight in work.load_block(index)[0].items():
-                writer.add_weight(name, recovered.get(name, weight))
-                packed.add(f"{name}.weight")
-        for name in dense.reader.names():
-            if name not in packed:
-                stored = dense.reader.tensor(name)
-                writer.add_tensor(name, gains[name].to(stored.dtype) if name in gains else stored)
-    progress("writing", 1, 1, str(out))
-    result.bytes_before = sum(file.stat().st_size for file in dense.folder.glob("*.safetensors"))
-    result.bytes_after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    result.seconds = time.perf_counter() - start
-    result.memory_peak = peak_memory(device)
-    result.save(out / "report.json")
-    work.delete()
+        progress("writing", 0, 1, str(out))
+        with checkpoint.CheckpointWriter(
+            out, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
+        ) as writer:
+            packed: set[str] = set()
+            for index in range(len(walker.paths)):
+                for name, weight in work.load_block(index)[0].items():
+                    writer.add_weight(name, recovered.get(name, weight))
+                    packed.add(f"{name}.weight")
+            for name in dense.reader.names():
+                if name not in packed:
+                    stored = dense.reader.tensor(name)
+                    writer.add_tensor(name, gains[name].to(stored.dtype) if name in gains else stored)
+            result.bytes_before = sum(file.stat().st_size for file in dense.folder.glob("*.safetensors"))
+            result.bytes_after = writer.nbytes
+            result.seconds = time.perf_counter() - start
+            result.memory_peak = peak_memory(device)
+            writer.add_file("report.json", result.to_json())  # appears with the weights, or not at all
+        progress("writing", 1, 1, str(out))
+        work.delete()
     return result
 
 
@@ -277,7 +276,7 @@ def _rows(weight: QuantWeight, rows: slice) -> QuantWeight:
 
 def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     """Bytes that the run will need at its worst moment, from shapes alone: one block, two copies of the hidden states,
-    and the solver's working set for the largest group of linears."""
+    and the solver's working set for the largest group of linears; or, if that is more, recovery with both models."""
     block = walker.net.get_submodule(walker.paths[0])
     weights = sum(p.numel() for p in block.parameters())
     width = int(dense.config.get("hidden_size", 0))
@@ -291,7 +290,13 @@ def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     inside = f"{dense.architecture.blocks}."
     outside = sum(p.numel() for name, p in walker.net.named_parameters() if not name.startswith(inside))
     interpreter = 500_000_000
-    return 4 * max(weights + hidden + solver, outside + hidden) + interpreter
+    blocks = 4 * max(weights + hidden + solver, outside + hidden) + interpreter
+    if not (recipe.recover or recipe.recover_steps):
+        return blocks
+    # Per trained weight: code, gradient and two moments in float32, the rounded value, its scale and the finished
+    # weight in 16 bit, the mask, the teacher's weight; then what a step's activations and predictions take.
+    trained = weights * len(walker.paths)
+    return max(blocks, 25 * trained + 8 * outside + 1_500_000_000 + interpreter)
 
 
 def _warn_about_memory(result: report.Report, device: torch.device) -> None:

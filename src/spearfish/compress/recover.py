@@ -40,15 +40,15 @@ class Settings:
 
     budget: float = 300.0
     steps: int | None = None
-    tokens: int = 2048
+    tokens: int = 1024
     length: int = 256
-    rate: float = 0.03
+    rate: float = 0.04
     gain_rate: float = 1e-3
     warmup: float = 0.05
     rounded: float = 0.5
     features: float = 1.0
     seed: int = 0
-    save_every: float = 120.0
+    save_every: float = 180.0
 
 
 class _OnGrid(torch.autograd.Function):
