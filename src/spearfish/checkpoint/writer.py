@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from spearfish import __version__
 from spearfish.checkpoint.card import model_card, to_yaml
 from spearfish.checkpoint.config import FORMAT_VERSION, OUR_KEY
+from spearfish.checkpoint.lock import Lock
 from spearfish.checkpoint.reader import LAYER_FORMATS, is_embedding
 from spearfish.checkpoint.safefile import is_inside, read_json
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
@@ -88,18 +90,27 @@ class CheckpointWriter:
         self.layers: dict[str, Written] = {}
         self.ignored: list[str] = []
         self.dropped: list[str] = []
-        self._temp = self.out.with_name(f".{self.out.name}.{os.getpid()}.partial")
+        self._temp = self.out.with_name(f".{self.out.name}.partial")
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[dict[str, int]] = []  # tensor name -> bytes, per shard
         self._names: set[str] = set()
+        self._files: dict[str, str] = {}
         self._open = False
+        busy = f"{self.out} is being written by another process; wait for it, or choose another folder"
+        self._lock = Lock(self.out.with_name(f".{self.out.name}.lock"), busy)
 
     def __enter__(self) -> CheckpointWriter:
         self._check_target()
-        _remove_abandoned(self.out)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self._temp.mkdir()
+        self._lock.acquire()
+        try:
+            _remove_abandoned(self.out)
+            self._check_target()
+            self._temp.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
         self._open = True
         return self
 
@@ -113,6 +124,7 @@ class CheckpointWriter:
             self._open = False
             self._pending.clear()
             shutil.rmtree(self._temp, ignore_errors=True)
+            self._lock.release()
 
     def add_weight(self, module: str, weight: QuantWeight) -> None:
         """Encode one layer. Raises UnsupportedError with every reason if the format cannot hold it."""
@@ -150,6 +162,10 @@ class CheckpointWriter:
         if name.endswith(".weight") and tensor.dim() == 2 and not is_embedding(name):
             self.ignored.append(name.removesuffix(".weight"))
         self._add(name, tensor)
+
+    def add_file(self, name: str, text: str) -> None:
+        """A small text file that shall lie beside the weights, and appear with them."""
+        self._files[name] = text
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         if not self._open:
@@ -191,6 +207,8 @@ class CheckpointWriter:
         total = sum(sum(shard.values()) for shard in self._shards)
         card = model_card(self.out.name, self.format, config, self.layers, self.extended(), self.recipe, total)
         (self._temp / "README.md").write_text(card, encoding="utf-8")
+        for name, text in self._files.items():
+            (self._temp / name).write_text(text, encoding="utf-8")
         self._publish()
 
     @property
@@ -285,9 +303,12 @@ class CheckpointWriter:
         (self._temp / name).write_text(text + "\n", encoding="utf-8")
 
     def _publish(self) -> None:
+        self._check_target()  # the work may have taken hours
         if not self.out.exists():
             self._temp.rename(self.out)
             return
+        if _exchange(self._temp, self.out):
+            return  # the old folder is now the temporary one, which is removed
         # The old folder steps aside first; if the process dies in between, the next writer puts it back.
         previous = _previous(self.out)
         self.out.rename(previous)
@@ -324,23 +345,21 @@ def _previous(out: Path) -> Path:
     return out.with_name(f".{out.name}.previous")
 
 
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step, so that a name is never without its folder. False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
+
+
 def _remove_abandoned(out: Path) -> None:
-    """Clear what a killed writer left beside `out`, and put back a folder that was about to be replaced."""
+    """Clear what a killed writer left beside `out`, and put back a folder that was about to be replaced. Under the
+    lock, so nobody is writing there."""
     previous = _previous(out)
     if previous.is_dir() and not out.exists():
         previous.rename(out)
     shutil.rmtree(previous, ignore_errors=True)
-    for partial in out.parent.glob(f".{out.name}.*.partial"):
-        pid = partial.name.removesuffix(".partial").rpartition(".")[2]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 # Relative output error of a layer above which it is named, and the mean over all layers above which the whole model is
@@ -79,12 +78,6 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"mean_error": self.mean_error}, indent=1) + "\n"
-
-    def save(self, file: Path) -> None:
-        """Writes JSON, whole or not at all."""
-        half = file.with_name(f".{file.name}.half")
-        half.write_text(self.to_json())
-        half.replace(file)
 
 
 def table(report: Report) -> Any:

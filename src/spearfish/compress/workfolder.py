@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from spearfish.checkpoint.lock import Lock
 from spearfish.compress.report import LayerReport
 from spearfish.errors import FormatError, ShapeError, SpearfishError
 from spearfish.scheme import QuantScheme, QuantWeight
@@ -21,7 +22,13 @@ from spearfish.scheme import QuantScheme, QuantWeight
 def save_atomically(tensors: dict[str, torch.Tensor], file: Path, facts: dict[str, Any]) -> None:
     """safetensors with JSON facts in its header; the file appears whole or not at all, also after a power cut."""
     half = file.with_name(f".{file.name}.half")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, half, {"facts": json.dumps(facts)})
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, half, {"facts": json.dumps(facts)})
+    except SafetensorError as error:
+        half.unlink(missing_ok=True)
+        raise OSError(
+            f"{file} cannot be written: {error}. Make room; the same command then goes on from here"
+        ) from error
     descriptor = os.open(half, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,13 +61,29 @@ class WorkFolder:
 
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
         self.path = path
+        self._lock = Lock(path / "lock", f"{path} is in use by another process, which writes the same output folder")
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        try:
+            self._check_plan(plan)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> WorkFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _check_plan(self, plan: dict[str, Any]) -> None:
+        path = self.path
         plan_file = path / "plan.json"
         wanted = json.dumps(plan, sort_keys=True, indent=1)
         if plan_file.exists() and plan_file.read_text() != wanted:
             raise SpearfishError(
                 f"{path} holds an unfinished run with another model or recipe; delete it, or give another output folder"
             )
-        path.mkdir(parents=True, exist_ok=True)
         if not plan_file.exists():
             half = path / ".plan.half"
             half.write_text(wanted)
@@ -117,3 +140,4 @@ class WorkFolder:
     def delete(self) -> None:
         """Called when the output is complete."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
