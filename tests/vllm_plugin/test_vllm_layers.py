@@ -235,19 +235,25 @@ def test_kernels_run_once_before_graphs_are_captured(
 
 
 def test_batch_invariance_is_passed_on(ranks: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own switch. On a CPU there is one way to run only, and nothing to ask for."""
+    """vLLM's own switch reaches the kernels."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert not plugin.batch_invariant(gpu)
+    monkeypatch.setattr(plugin.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert plugin.batch_invariant(gpu)
+    assert not plugin.batch_invariant(cpu)
     asked = []
 
     def spy(weight: QuantWeight, device: torch.device, dtype: torch.dtype, invariant: bool) -> Any:
         asked.append(invariant)
-        return to_stream(weight, device, torch.float16)
+        return to_stream(weight, device, torch.float16, invariant)
 
     monkeypatch.setattr(plugin, "prepare", spy)
-    monkeypatch.setattr(plugin.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setattr(plugin, "batch_invariant", lambda device: True)
     name = f"{LAYER}.mlp.up_proj"
     layer = host.ReplicatedLinear(HIDDEN, INTER, bias=False, quant_config=config_of(folders["marlin_24"]), prefix=name)
     load(layer, folders["marlin_24"], [name], [None])
-    assert asked == [False]
+    assert asked == [True]
+    assert layer.quant_method.pieces[0].facts[-1] is True
 
 
 def test_scales_of_activations_are_left_aside(ranks: Any, tmp_path: Path) -> None:

@@ -476,9 +476,7 @@ class FileLinearMethod(QuantizeMethodBase):  # type: ignore[misc]
         for number, weight in enumerate(_joined(weights)):
             suffix = f"_{number}" if number else ""
             if isinstance(weight, QuantWeight):
-                prepared = prepare(
-                    weight, device, self.dtype, bool(envs.VLLM_BATCH_INVARIANT) and device.type == "cuda"
-                )
+                prepared = prepare(weight, device, self.dtype, batch_invariant(device))
                 paths.append(f"{weight.scheme}, {prepared.path}")
                 dense, stream, scale = prepared.dense, prepared.stream, prepared.column_scale
                 facts = None if stream is None else prepared.facts
@@ -535,6 +533,11 @@ def _product(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None,
     scale = getattr(layer, f"column_scale{piece.suffix}", None)
     product: torch.Tensor = torch.ops.spearfish.matmul(x, stream, scale, bias, *piece.facts)
     return product
+
+
+def batch_invariant(device: torch.device) -> bool:
+    """Whether vLLM was told to give each row the same bits in every batch. A CPU has one way to run only."""
+    return bool(envs.VLLM_BATCH_INVARIANT) and device.type == "cuda"
 
 
 @dataclass(frozen=True)
