@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import vllm.model_executor.layers.linear as host
 import vllm.model_executor.parameter
 from torch import nn
 
+from conftest import Shop
 from spearfish import sparse24
 from spearfish.checkpoint import CheckpointWriter, open_checkpoint
 from spearfish.errors import FormatError, UnsupportedError
@@ -396,6 +399,17 @@ def test_experts_and_heads_that_are_quantised_are_refused(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedError, match=r"experts is a Module .*experts\.0\.down_proj and 1 more.*ignored"):
         config.get_quant_method(nn.Module(), f"{LAYER}.mlp.experts")
     assert config.get_quant_method(nn.Module(), "model.layers.1.mlp.experts") is None
+
+
+def test_a_config_travels_to_other_processes(mixed: Shop) -> None:
+    """vLLM sends it to its workers, and copies it; the block has patterns for the layers that differ."""
+    config = config_of(mixed.as_format("marlin_24"))
+    assert any(key.startswith("+:") for key in config.block["dynamic"])
+    for sent in (ForkingPickler.loads(bytes(ForkingPickler.dumps(config))), copy.deepcopy(config)):
+        assert {name: (layer.n, layer.k, layer.stored.declared) for name, layer in sent.layers.items()} == {
+            name: (layer.n, layer.k, layer.stored.declared) for name, layer in (config.layers or {}).items()
+        }
+        assert sent.quant.of(f"{LAYER}.self_attn.k_proj").bits == 8
 
 
 def test_names_are_renamed_as_vllm_renames_modules(folders: dict[str, Path]) -> None:

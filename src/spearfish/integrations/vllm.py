@@ -12,7 +12,6 @@ go. So one path serves every format, any mixture of them, and any number of rank
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -31,6 +30,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from spearfish import quantization
 from spearfish.checkpoint import open_checkpoint
 from spearfish.checkpoint.config import QuantConfig, interpret
+from spearfish.checkpoint.patterns import Budget, Pattern
 from spearfish.checkpoint.reader import Checkpoint
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import FORMATS, transforms
@@ -170,10 +170,15 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
     def __init__(self, block: Mapping[str, Any]) -> None:
         super().__init__()
         self.block = dict(block)
-        self.quant = interpret(self.block, "quantization_config")
+        interpret(self.block, "quantization_config")  # a block that contradicts itself must fail now
         # None until a folder was seen; then the layers' names, as vLLM calls the unfused ones.
         self.layers: dict[str, FileLayer] | None = None
         self.report = Report()
+
+    @property
+    def quant(self) -> QuantConfig:
+        """What the block says. Read anew each time: it holds patterns, which do not travel to vLLM's processes."""
+        return interpret(self.block, "quantization_config")
 
     @classmethod
     def get_name(cls) -> str:
@@ -219,8 +224,7 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
                 *(model_name, self.quant.format),
             )
             return
-        checkpoint = open_checkpoint(folder)
-        self.quant, self.layers = checkpoint.quant, _layers_of(checkpoint)
+        self.layers = _layers_of(open_checkpoint(folder))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers as vLLM renames modules of this model."""
@@ -253,7 +257,8 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
         listed = self.block.get("ignore") or self.block.get("modules_to_not_convert") or []
         patterns = [each[3:] for each in listed if each.startswith("re:")]
         patterns += [key[2:] for key in self.block.get("dynamic") or {} if key.startswith("-:")]
-        return name not in listed and not any(re.match(pattern, name) for pattern in patterns)
+        budget = Budget(name)
+        return name not in listed and not any(Pattern(f"^(?:{each})").search(name, budget) for each in patterns)
 
     def layer_of(self, name: str, n: int, k: int) -> FileLayer | None:
         """What is known of an unfused layer [n, k], or None if it is not quantised."""
@@ -261,8 +266,8 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
             return None
         if self.layers is not None:
             return self.layers[name]
-        declared = self.quant.of(name)
-        form = FORMATS[self.quant.format]
+        quant = self.quant
+        declared, form = quant.of(name), FORMATS[quant.format]
         size = -1 if declared.group_size is None else declared.group_size
         scheme = QuantScheme(declared.bits, None if size == -1 else size) if declared.bits else QuantScheme(16)
         stored_n, stored_k = (-(-s // step) * step for s, step in ((n, form.n_multiple), (k, form.k_multiple)))
