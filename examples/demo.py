@@ -135,6 +135,12 @@ def squeeze(dense: DenseModel) -> None:
         f"{len(report.layers)} layers in {report.seconds:.0f} s, {report.memory_peak / 2**30:.1f} GiB at most;"
         f" they lose {report.mean_error:.1%} of their output on average"
     )
+    if report.recover:
+        tell(
+            f"then {report.recover['steps']} steps of learning from the dense model; the distance between their"
+            f" predictions fell from {report.recover['divergence_first']:.2f} to"
+            f" {report.recover['divergence_last']:.2f} nats per token"
+        )
     for warning in report.warnings:
         tell(warning, "   note: ", style="yellow")
 
