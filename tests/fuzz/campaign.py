@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def by_mutation(runner: Runner, seconds: float, runs: int, seed: int) -> None:
             done += 1
 
 
-def by_coverage(runner: Runner, seconds: float, runs: int, seed: int) -> None:
+def by_coverage(runner: Runner, seconds: float, runs: int, seed: int, close: Callable[[], int]) -> None:
     """libFuzzer steers; our mutations stand in for its own half of the time."""
     import atheris
     from mutate import mutate
@@ -203,16 +204,22 @@ def by_coverage(runner: Runner, seconds: float, runs: int, seed: int) -> None:
     for i, data in enumerate(target.seeds):
         (corpus / f"seed-{i}").write_bytes(data)
 
+    end = time.monotonic() + seconds
+
     def one(data: bytes) -> None:
         runner.execute(target, data)
+        if time.monotonic() > end or runner.counts[target.name]["executions"] >= runs:
+            code = close()  # libFuzzer would end the process without a word to Python
+            sys.stdout.flush()
+            os._exit(code)
 
     def custom(data: bytes, limit: int, number: int) -> bytes:
         rng = random.Random(number)
         changed = mutate(target, data, rng) if rng.random() < 0.7 else atheris.Mutate(data, limit)
         return changed[:limit]
 
-    arguments = [sys.argv[0], str(corpus), f"-max_total_time={max(1, int(seconds))}", f"-runs={runs}", f"-seed={seed}"]
-    arguments += ["-max_len=65536", "-verbosity=0", "-rss_limit_mb=8192"]
+    arguments = [sys.argv[0], str(corpus), f"-seed={seed}"]
+    arguments += ["-max_len=65536", "-verbosity=0", "-rss_limit_mb=8192", "-print_final_stats=0"]
     atheris.Setup(arguments, one, custom_mutator=custom)
     atheris.Fuzz()
 
@@ -257,11 +264,7 @@ def main() -> int:
         return bool(runner.findings) or runner.growth() > GROWTH
 
     if options.mode == "atheris":
-        import atexit
-
-        atexit.register(close)  # libFuzzer ends the process itself
-        by_coverage(runner, options.seconds, options.runs, options.seed)
-        return 0
+        by_coverage(runner, options.seconds, options.runs, options.seed, close)
     by_mutation(runner, options.seconds, options.runs, options.seed)
     return close()
 
