@@ -445,6 +445,21 @@ def test_a_later_run_replaces_its_points_and_heads_without_points_go(tmp_path: P
     assert "earlier" not in [head["id"] for head in load(path).runs]
 
 
+def test_a_resumed_run_measures_what_is_missing(tmp_path: Path) -> None:
+    first = measured(tmp_path)
+    device = FakeDevice()
+    again = campaign(device, tmp_path, tokens=(1, 16, 64))
+    again.resume = True
+    (results,), outcome = again.run(device, FakeProbes(device), Budget(device, None))
+    assert (outcome.measured, len(results.points)) == (2, 6)
+    # Points of other sources, or without a result of ours, are not there.
+    assert len(first.measured_now()) == 4
+    del first.points[0]["us"]["spearfish"]
+    assert len(first.measured_now()) == 3
+    first.runs[0]["sources"] = "others"
+    assert first.measured_now() == set()
+
+
 def test_a_run_that_stops_has_saved_what_it_measured(tmp_path: Path) -> None:
     device = FakeDevice()
     seen: list[int] = []

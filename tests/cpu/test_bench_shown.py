@@ -12,13 +12,13 @@ import torch
 
 import tiny
 from spearfish import cli, sparse24
-from spearfish.bench import costs, plot
+from spearfish.bench import costs, page, plot
 from spearfish.bench.ceilings import SOURCE, Ceilings
 from spearfish.bench.explain import chip_named, explain, problem_for
 from spearfish.bench.implementations import problem_of, ranked
-from spearfish.bench.problems import Point, Weights, parse_scheme
+from spearfish.bench.problems import Point, Weights, parse_scheme, parse_seconds
 from spearfish.bench.report import layers_table, rows
-from spearfish.cli.bench import _layers, _seconds
+from spearfish.cli.bench import _layers
 from spearfish.errors import UnsupportedError
 from spearfish.kernels import jit
 from spearfish.kernels.choose import choose
@@ -198,6 +198,23 @@ def test_every_implementation_has_a_place_in_the_plots() -> None:
     assert {one.name for one in all_peers()} | {"spearfish"} == set(plot._STYLES)
 
 
+def test_the_page_is_made_of_the_committed_files(repository: Path) -> None:
+    results, plots = repository / "benchmarks" / "results" / "kernels", repository / "docs" / page.PLOTS
+    assert (repository / "docs" / "performance.md").read_text(encoding="utf-8") == page.render(results, plots)
+
+
+def test_the_page_shows_what_is_in_the_files(tmp_path: Path) -> None:
+    assert "None yet" in page.render(tmp_path / "results")
+    results = made_up.measured(tmp_path / "results", tokens=(1, 16))
+    plot.draw_all([results], tmp_path / "plots")
+    text = page.render(tmp_path / "results", tmp_path / "plots")
+    assert "![int4-g128-fp16-speedup](performance/made_up_gpu_9/int4-g128-fp16-speedup.png)" in text
+    assert "× best rival" in text
+    assert "Every point\n" not in text
+    for line in ("128 × 64, m = 16: 0.80× of marlin", "humming: wrong: relative error"):
+        assert line in text
+
+
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
@@ -221,10 +238,15 @@ def test_a_measurement_without_a_gpu_is_refused_in_one_line(
         (("--m", "many"), "m is 'many'"),
         (("--explain", "--arch", "sm_70"), "no chip is listed for 'sm_70'"),
         (("--report",), "--results DIR"),
+        (("--only", "cutlass"), "there are spearfish, cublas,"),
+        (("--peer-lib", "nowhere.so"), "nowhere.so does not load"),
         (("--report", "--results", "nowhere"), "no result file below nowhere"),
     ],
 )
-def test_wrong_words_are_named(words: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_named(
+    words: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spearfish.bench.device.CudaDevice", made_up.FakeDevice)
     code, _, err = spearfish(capsys, *words)
     assert code == 1
     assert what in err
@@ -232,9 +254,9 @@ def test_wrong_words_are_named(words: tuple[str, ...], what: str, capsys: pytest
 
 
 def test_durations() -> None:
-    assert [_seconds(text) for text in (None, "240s", "240", "1.5m")] == [None, 240.0, 240.0, 90.0]
+    assert [parse_seconds(text) for text in (None, "240s", "240", "1.5m")] == [None, 240.0, 240.0, 90.0]
     with pytest.raises(UnsupportedError, match="soon"):
-        _seconds("soon")
+        parse_seconds("soon")
 
 
 def test_the_layers_of_a_checkpoint_are_measured(tmp_path: Path) -> None:

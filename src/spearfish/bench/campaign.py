@@ -9,7 +9,7 @@ from pathlib import Path
 from spearfish.bench.ceilings import Ceilings, Probes, measure
 from spearfish.bench.device import Device
 from spearfish.bench.implementations import Implementation
-from spearfish.bench.problems import passes
+from spearfish.bench.problems import Point, passes
 from spearfish.bench.results import Results, begin_run, end_run, open_for
 from spearfish.bench.runner import Budget, Measured, Outcome, Say, Settings, run
 from spearfish.scheme import QuantScheme
@@ -18,7 +18,7 @@ from spearfish.scheme import QuantScheme
 @dataclass
 class Campaign:
     """What is measured how. layers: (k, n, scheme). folder: where result files live, None to keep none. commit: of the
-    sources, where they are no checkout."""
+    sources, where they are no checkout. resume: leave out points that the same sources have measured."""
 
     layers: Sequence[tuple[int, int, QuantScheme]]
     tokens: Sequence[int]
@@ -27,6 +27,7 @@ class Campaign:
     settings: Settings = field(default_factory=Settings)
     folder: Path | None = None
     commit: str | None = None
+    resume: bool = False
 
     def run(
         self, device: Device, probes: Probes, budget: Budget, say: Say = lambda text: None
@@ -35,24 +36,38 @@ class Campaign:
 
         A tenth of the budget at most goes to the ceilings, but always a second.
         """
+        jobs = [self._job(dtype, device) for dtype in self.dtypes]
+        found = [results for files, _ in jobs for results in files.values()]
+        total = Outcome(0, 0)
+        if not any(work for _, work in jobs):
+            return found, total
         seconds = 1.0 if budget.seconds is None else min(1.0, budget.seconds / 40)
         ceilings = measure(device, probes, seconds, budget.left)
         say(_ceilings_line(ceilings))
-        found: list[Results] = []
-        total = Outcome(0, 0)
-        for dtype in self.dtypes:
-            results, outcome = self._one_dtype(dtype, device, ceilings, budget, say)
-            found += results
+        for files, work in jobs:
+            outcome = self._measure(files, work, device, ceilings, budget, say)
             total.measured += outcome.measured
             total.asked += outcome.asked
             total.stopped = total.stopped or outcome.stopped
         return found, total
 
-    def _one_dtype(
-        self, dtype: str, device: Device, ceilings: Ceilings, budget: Budget, say: Say
-    ) -> tuple[list[Results], Outcome]:
-        schemes = list(dict.fromkeys(scheme for _, _, scheme in self.layers))
+    def _job(self, dtype: str, device: Device) -> tuple[dict[QuantScheme, Results], list[list[Point]]]:
+        """The files of one dtype, and the points that are to be measured."""
+        schemes = dict.fromkeys(scheme for _, _, scheme in self.layers)
         files = {scheme: open_for(self.folder, device.name, scheme, dtype) for scheme in schemes}
+        known = {point for results in files.values() for point in results.measured_now()} if self.resume else set()
+        lists = ([p for p in points if p not in known] for points in passes(self.layers, self.tokens, dtype))
+        return files, [points for points in lists if points]
+
+    def _measure(
+        self,
+        files: dict[QuantScheme, Results],
+        work: list[list[Point]],
+        device: Device,
+        ceilings: Ceilings,
+        budget: Budget,
+        say: Say,
+    ) -> Outcome:
         identity = begin_run(files.values(), device, self.settings, ceilings, self.commit)
 
         def save(results: Results) -> None:
@@ -64,13 +79,12 @@ class Campaign:
             results.add(measured, identity)
             save(results)
 
-        work = passes(self.layers, self.tokens, dtype)
         outcome = run(work, self.implementations, device, self.settings, budget, keep, say)
         ended = f"{outcome.measured} of {outcome.asked} points" + (f"; {outcome.stopped}" if outcome.stopped else "")
         end_run(files.values(), identity, device, ended)
         for results in files.values():
             save(results)
-        return list(files.values()), outcome
+        return outcome
 
 
 def _ceilings_line(ceilings: Ceilings) -> str:

@@ -127,6 +127,16 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
+def parse_seconds(text: str | None) -> float | None:
+    """Seconds of "240s", "240" or "5m"; None of None. Raises UnsupportedError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", text.strip())
+    if not found:
+        raise UnsupportedError(f"the budget is {text!r}, wanted such as 240s or 5m")
+    return float(found[1]) * (60 if found[2] == "m" else 1)
+
+
 def passes(layers: Sequence[tuple[int, int, QuantScheme]], tokens: Sequence[int], dtype: str) -> Iterator[list[Point]]:
     """The order of a run: four m at a time over all layers; one list for each layer and pass, so that a layer's weights
     are prepared once for it. Whoever stops early has whole columns of the most important m."""

@@ -1,6 +1,6 @@
 """Result files: one JSON for each GPU, scheme and dtype, one line for each point.
 
-    benchmarks/results/<gpu>/<scheme>-<dtype>.json
+    benchmarks/results/kernels/<gpu>/<scheme>-<dtype>.json
     {"format", "gpu", "scheme", "dtype",
      "runs":   [{"id", "date", "commit", "sources", versions, "state" before and after, "settings", "ceilings"}],
      "points": [{"k", "n", "m", "run", "us": {name: [median, lower, upper quartile]}, "sustained", "how", "missing"}]}
@@ -62,6 +62,11 @@ class Results:
         """The ceilings of the run that one entry of `points` came from."""
         found = next(run for run in self.runs if run["id"] == entry["run"])["ceilings"]
         return Ceilings([(int(size), us) for size, us in found["read"]], found["rates"], found.get("notes", {}))
+
+    def measured_now(self) -> set[Point]:
+        """The points that were measured with the kernels as they are now, and with a result of ours."""
+        current = {run["id"] for run in self.runs if run["sources"] == _sources_digest()}
+        return {self.point(entry) for entry in self.points if entry["run"] in current and "spearfish" in entry["us"]}
 
     def add(self, measured: Measured, run: str) -> None:
         """Put a point in, in place of an earlier one of the same k, n and m."""

@@ -140,6 +140,9 @@ class _Layer:
             if reason is not None:
                 found.missing[one.name] = reason
         self._time(replays, found)
+        # A graph's memory is its own until it is given back, and the largest results take a gigabyte each.
+        replays.clear()
+        self.device.release()
         return found
 
     def _guarded(self, one: Implementation, step: Callable[[], str | None]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +50,9 @@ BudgetText = Annotated[str | None, typer.Option("--budget", help="Stop cleanly a
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns in which each is timed once.")]
 Sustained = Annotated[float, typer.Option("--sustained", min=0, help="Also keep each up for so many seconds.")]
 ResultsFolder = Annotated[Path | None, typer.Option("--results", help="Folder of result files: write there, or read.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Leave out the points in --results that these same kernels were measured at.")
+]
 Plots = Annotated[Path | None, typer.Option("--plots", help="Folder to draw plots into (needs matplotlib).")]
 Arch = Annotated[str | None, typer.Option("--arch", help="For --explain and --compile-time without that GPU: sm_90.")]
 
@@ -68,6 +70,7 @@ def bench(
     rounds: Rounds = 9,
     sustained: Sustained = 0.0,
     results: ResultsFolder = None,
+    resume: Resume = False,
     plots: Plots = None,
     arch: Arch = None,
     explain: Annotated[bool, typer.Option("--explain", help="Only say what is chosen, and why.")] = False,
@@ -104,10 +107,11 @@ def bench(
         return
     from spearfish.bench.campaign import Campaign
     from spearfish.bench.ceilings import CudaProbes
+    from spearfish.bench.problems import parse_seconds
     from spearfish.bench.runner import Budget, Settings
 
-    limit = Budget(device, _seconds(budget))
-    campaign = Campaign(layers, ms, dtypes, implementations, Settings(rounds, sustained), results)
+    limit = Budget(device, parse_seconds(budget))
+    campaign = Campaign(layers, ms, dtypes, implementations, Settings(rounds, sustained), results, resume=resume)
     found, outcome = campaign.run(device, CudaProbes(device), limit, typer.echo)
     _print(found, results, plots, counts)
     typer.echo(f"{outcome.measured} of {outcome.asked} points measured")
@@ -142,16 +146,6 @@ def _dtypes(text: str) -> list[str]:
     if not set(words) <= set(DTYPES):
         raise UnsupportedError(f"--dtype is {text!r}, wanted {' or '.join(DTYPES)} or both with a comma")
     return words
-
-
-def _seconds(text: str | None) -> float | None:
-    """Seconds of "240s", "240" or "5m"."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", text.strip())
-    if not found:
-        raise UnsupportedError(f"--budget is {text!r}, wanted such as 240s or 5m")
-    return float(found[1]) * (60 if found[2] == "m" else 1)
 
 
 def _implementations(only: list[str] | None, libraries: list[Path], top: int, families: bool) -> list[Implementation]:
