@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from spearfish.kernels.matmul import matmul, prepare
 from spearfish.kernels.prepare import PreparedWeight, from_stream
 from spearfish.scheme import QuantWeight
 
+_preparing = threading.Lock()  # of the module: a lock in each layer could be neither copied nor saved
 _FIELDS = ("codes", "scales", "positions", "zeros", "group_index")
 
 
@@ -66,8 +68,11 @@ class QuantLinear(nn.Module):
         """x [..., k] to [..., n]."""
         prepared = self._prepared
         if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
-            self.prepare(x.device, x.dtype)
-            prepared = self._prepared
+            with _preparing:  # of several threads at a new layer one prepares it, and the others wait
+                prepared = self._prepared
+                if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+                    self.prepare(x.device, x.dtype)
+                    prepared = self._prepared
         return matmul(x, prepared, self.bias)  # type: ignore[arg-type]  # prepare has just set it
 
     def extra_repr(self) -> str:
