@@ -206,17 +206,31 @@ def test_generate_uses_the_chat_template_and_the_seed(
     assert sampled != answer("--temperature", "1", "--seed", "4")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["nowhere", "hello"], "nowhere is no folder"), (["FOLDER", "  "], "the prompt is empty")],
-)
-def test_generate_refuses_in_one_line(
-    words: list[str], message: str, saved: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_tells_a_folders_faults_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from spearfish import cli
 
     with pytest.raises(SystemExit) as stop:
-        cli.main(["generate", *[str(saved[0]) if word == "FOLDER" else word for word in words]])
+        cli.main(["serve", str(tmp_path), "--port", "1"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}: no config.json in this folder; is it a checkpoint?\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "hello"], "nowhere is no folder"),
+        (["FOLDER", "  "], "the prompt is empty"),
+        (["EMPTY", "hello"], "no config.json in this folder"),
+    ],
+)
+def test_generate_refuses_in_one_line(
+    words: list[str], message: str, saved: tuple[Path, nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spearfish import cli
+
+    places = {"FOLDER": str(saved[0]), "EMPTY": str(tmp_path)}
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", *[places.get(word, word) for word in words]])
     out, err = capsys.readouterr()
     assert stop.value.code == 1
     assert out == ""

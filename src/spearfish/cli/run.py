@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from spearfish.checkpoint import open_checkpoint
 from spearfish.cli import diagnosis
 from spearfish.errors import FormatError
 
@@ -88,7 +89,11 @@ def serve(context: typer.Context) -> None:
     if not context.args:
         typer.echo(context.get_help())
         raise typer.Exit(2)
-    need_models()
+    models = need_models()
+    folder = Path(context.args[0])
+    if folder.is_dir():  # and no option, and no hub name: a folder's faults are better told now than by the server
+        open_checkpoint(folder)
+        models.load_tokenizer(folder)
     from spearfish.integrations import transformers
 
     transformers.serve(context.args)
@@ -97,7 +102,8 @@ def serve(context: typer.Context) -> None:
 def open_model(folder: Path, device: str | None, dtype: DType) -> tuple[Any, Any]:
     """Model and tokenizer of a checkpoint folder; says on stderr what it takes."""
     models = need_models()
-    tokenizer = models.load_tokenizer(existing(folder))
+    open_checkpoint(existing(folder))
+    tokenizer = models.load_tokenizer(folder)
     import torch
 
     from spearfish.integrations.transformers import load
