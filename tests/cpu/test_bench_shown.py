@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_bench as made_up
@@ -13,7 +14,7 @@ import torch
 import tiny
 from spearfish import cli, sparse24
 from spearfish.bench import costs, page, plot
-from spearfish.bench.ceilings import SOURCE, Ceilings
+from spearfish.bench.ceilings import SOURCE, Ceilings, CudaProbes
 from spearfish.bench.explain import chip_named, explain, problem_for
 from spearfish.bench.implementations import problem_of, ranked
 from spearfish.bench.problems import Point, Weights, parse_scheme, parse_seconds
@@ -269,3 +270,61 @@ def test_the_layers_of_a_checkpoint_are_measured(tmp_path: Path) -> None:
     shapes = {(layer.weight.shape[1], layer.weight.shape[0]) for layer in tiny.linears(model).values()}
     assert set(counts) == {(k, n, parse_scheme("f16")) for k, n in shapes}
     assert layers == [*counts, (4096, 4096, parse_scheme("int4-g128")), (4096, 4096, parse_scheme("f16"))]
+
+
+# ------------------------------------------------------------------------------------------- the probes' own launches
+
+
+def test_the_probes_launch_what_their_kernels_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grid, shared memory and parameters of every launch, against what ceilings.cu declares."""
+    launched: list[tuple[str, tuple[int, int, int], int, int, bytes]] = []
+
+    class Function:
+        def __init__(self, variant: jit.Variant) -> None:
+            self.variant = variant
+
+        def launcher(self, grid: tuple[int, int, int], block: int, shared: int, size: int) -> SimpleNamespace:
+            params = bytearray(size)
+            name = str(self.variant.entry)
+            return SimpleNamespace(
+                params=params, launch=lambda stream: launched.append((name, grid, block, shared, bytes(params)))
+            )
+
+    facts = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(jit, "load", lambda variant, device: Function(variant))
+    monkeypatch.setattr(jit, "architecture", lambda device, specific=False: "sm_90a" if specific else "sm_90")
+    monkeypatch.setattr(jit, "current_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40_000_000, 0))
+    device = made_up.FakeDevice(l2_bytes=4_000_000)
+    probes = CudaProbes(device)
+    readers = probes.readers(1_000_064)
+    assert {name: len(calls) for name, calls in readers.items()} == {"plain": 10, "bulk": 10}
+    for calls in readers.values():
+        for call in calls:
+            call()
+    pieces = []
+    for name, grid, block, shared, params in launched:
+        start, size, sink = struct.unpack("<QQQ", params)
+        assert (size, sink) == (1_000_064, probes.sink.data_ptr())
+        assert (grid, block, shared) == (((528, 1, 1), 512, 0) if name == "read_plain" else ((132, 1, 1), 32, 196608))
+        pieces.append(start - probes.buffer.data_ptr())
+    assert pieces == [i * 1_000_064 for i in range(10)] * 2
+    assert max(pieces) + 1_000_064 <= probes.buffer.numel()
+    assert all(start % 128 == 0 for start in pieces)
+    assert probes.readers(15_000_000) == {}, "two copies do not fit"
+
+    launched.clear()
+    made = {name: make() for name, make in probes.rates().items() if name != "cublas 8192"}
+    for call, _ in made.values():
+        call()
+    assert [(name, grid, block) for name, grid, block, *_ in launched] == [
+        ("rate_mma_sp", (264, 1, 1), 256),
+        ("rate_wgmma_sp", (132, 1, 1), 512),
+    ]
+    # Warps or warpgroups of all blocks, instructions of a round, operations of one: 2 m n k as if dense.
+    assert made["mma.sp"][1] == 264 * 8 * (8000 * 16) * (2 * 16 * 8 * 32)
+    assert made["wgmma.sp"][1] == 132 * 4 * (2000 * 8) * (2 * 64 * 128 * 32)
+    for (*_, params), rounds in zip(launched, (8000, 2000), strict=True):
+        assert struct.unpack("<QiiQ", params)[1] == rounds
