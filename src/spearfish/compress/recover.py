@@ -42,7 +42,7 @@ class Settings:
     steps: int | None = None
     tokens: int = 1024
     length: int = 256
-    rate: float = 0.04
+    rate: float = 0.05
     gain_rate: float = 1e-3
     warmup: float = 0.05
     rounded: float = 0.5
