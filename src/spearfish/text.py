@@ -38,8 +38,8 @@ class Windows:
 
 def read_text(source: str) -> list[str]:
     """The documents of a source: "builtin" (ships with the package: "addresses" of presidents and short "articles",
-    each also by itself), a text file (`.txt`, `.md`, `.xz`; documents are parted by blank lines), a folder of such files, or
-    `hub:NAME` (a hub dataset with a "text" column).
+    each also by itself), a text file (`.txt`, `.md`, `.xz`; documents are parted by blank lines), a folder of such
+    files, or `hub:NAME` (a hub dataset with a "text" column).
 
     Raises FormatError if there is nothing to read.
     """
