@@ -160,6 +160,9 @@ class Checkpoint:
         if form != CtSparseBitmask.name:
             weight = FORMATS[form].decode(tensors, None, name)
             return dequantize(weight, weight.codes.dtype)
+        missing = {"compressed", "bitmask", "row_offsets"} - tensors.keys()
+        if missing:
+            raise FormatError(f"{self.path}: {name} is compressed, but {', '.join(sorted(missing))} of it is missing")
         flat = tensors["shape"].numel() == 1
         if flat:
             tensors = {local: tensor.reshape(1, -1) for local, tensor in tensors.items()}
