@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     unknown = set(wanted) - {job.name for job in JOBS}
     if unknown:
         raise SystemExit(f"error: no job {', '.join(sorted(unknown))}; there are {', '.join(job.name for job in JOBS)}")
-    load_libraries(options.peer_lib)
+    libraries = load_libraries(options.peer_lib)
     device = CudaDevice()
     budget = Budget(device, parse_seconds(options.budget))
     ones = ours_and_cublas(every_family=options.families) + all_peers()
@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
             options.results,
             options.commit,
             options.resume,
+            libraries,
         )
         print(f"== {job.name}", flush=True)
         found, outcome = campaign.run(device, CudaProbes(device), budget, lambda text: print(text, flush=True))

@@ -506,6 +506,7 @@ def test_the_tables_have_the_numbers(tmp_path: Path) -> None:
     text = report(results)
     assert "humming: wrong: relative error" in text
     assert "(at 128 × 64, m = 1 and 3 more)" in text
+    assert "| 256 × 128 | 16 | 10.0 |  0.0 % |" in text
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({len(line) for line in block.splitlines()}) == 1, "columns are aligned"

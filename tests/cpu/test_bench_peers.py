@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,3 +235,10 @@ def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"no library")
     with pytest.raises(UnsupportedError, match=r"lib\.so does not load into torch"):
         load_libraries([path])
+
+
+def test_a_library_is_remembered_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lib.so"
+    path.write_bytes(b"some library")
+    monkeypatch.setattr(torch.ops, "load_library", lambda name: None)
+    assert load_libraries([path]) == {"lib.so": hashlib.sha256(b"some library").hexdigest()[:12]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from spearfish.scheme import QuantScheme
 @dataclass
 class Campaign:
     """What is measured how. layers: (k, n, scheme). folder: where result files live, None to keep none. commit: of the
-    sources, where they are no checkout. resume: leave out points that the same sources have measured."""
+    sources, where they are no checkout. resume: leave out points that the same sources have measured. libraries: what
+    `peers.load_libraries` said."""
 
     layers: Sequence[tuple[int, int, QuantScheme]]
     tokens: Sequence[int]
@@ -28,6 +29,7 @@ class Campaign:
     folder: Path | None = None
     commit: str | None = None
     resume: bool = False
+    libraries: Mapping[str, str] = field(default_factory=dict)
 
     def run(
         self, device: Device, probes: Probes, budget: Budget, say: Say = lambda text: None
@@ -68,7 +70,7 @@ class Campaign:
         budget: Budget,
         say: Say,
     ) -> Outcome:
-        identity = begin_run(files.values(), device, self.settings, ceilings, self.commit)
+        identity = begin_run(files.values(), device, self.settings, ceilings, self.commit, self.libraries)
 
         def save(results: Results) -> None:
             if self.folder is not None and results.points:

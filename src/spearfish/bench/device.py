@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -64,13 +65,23 @@ class CudaDevice:
         self.name: str = facts.name
         self.l2_bytes: int = facts.L2_cache_size
         self._uuid = f"GPU-{facts.uuid}"
+        self._side = torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
 
     def record(self, calls: Sequence[Call]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        # Not `with torch.cuda.graph`, which empties torch's cache of memory each time: thousands are recorded here.
+        with torch.cuda.stream(self._side):
+            graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            except BaseException:
+                # The end of a broken capture complains as well; what broke it says more.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         begin, end = _event(), _event()
 
         def replay() -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -22,8 +23,12 @@ from spearfish.formats import FORMATS
 from spearfish.scheme import QuantWeight
 
 
-def load_libraries(paths: Sequence[Path]) -> None:
-    """Load libraries of torch operators. Raises UnsupportedError that names the one which does not load."""
+def load_libraries(paths: Sequence[Path]) -> dict[str, str]:
+    """Load libraries of torch operators; returns their names with the start of their SHA-256, to say which they were.
+
+    Raises UnsupportedError that names the one which does not load.
+    """
+    found = {}
     for path in paths:
         try:
             torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
@@ -31,6 +36,9 @@ def load_libraries(paths: Sequence[Path]) -> None:
             raise UnsupportedError(
                 f"{path} does not load into torch {torch.__version__} (it must be built for this torch): {error}"
             ) from error
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    return found
 
 
 def all_peers() -> list[Implementation]:

@@ -21,11 +21,13 @@ EVEN = 0.97
 
 @dataclass(frozen=True)
 class Row:
-    """One point: times in µs by implementation, and the roof time if the ceilings are known."""
+    """One point: times in µs by implementation, the roof time if the ceilings are known, and the width of the middle
+    half of our times as a fraction of their median."""
 
     point: Point
     us: dict[str, float]
     roof_us: float | None
+    spread: float | None = None
 
     @property
     def ours(self) -> float | None:
@@ -78,7 +80,9 @@ def rows(results: Results, sustained: bool = False) -> list[Row]:
         us = {name: value if sustained else value[0] for name, value in times.items()}
         if us:
             point = results.point(entry)
-            found.append(Row(point, us, results.ceilings(entry).roof_us(point)))
+            middle, low, high = entry["us"].get(OURS, (0.0, 0.0, 0.0))
+            spread = None if sustained else ratio(high - low, middle)
+            found.append(Row(point, us, results.ceilings(entry).roof_us(point), spread))
     return found
 
 
@@ -126,6 +130,7 @@ def points_table(found: Sequence[Row]) -> str:
         "k × n",
         "m",
         "µs",
+        "spread",
         "TB/s",
         "TFLOP/s",
         "cuBLAS µs",
@@ -143,6 +148,7 @@ def points_table(found: Sequence[Row]) -> str:
                 f"{point.k} × {point.n}",
                 str(point.m),
                 microseconds(ours),
+                "–" if row.spread is None else f"{100 * row.spread:.1f} %",
                 number(ratio(point.bytes / 1e6, ours)),
                 number(ratio(point.flops / 1e6, ours), 0),
                 microseconds(row.cublas),

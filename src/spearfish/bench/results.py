@@ -19,7 +19,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from spearfish import __version__
 from spearfish.bench.ceilings import Ceilings
 from spearfish.bench.device import Device
 from spearfish.bench.problems import Point, parse_scheme, scheme_name
@@ -139,9 +140,14 @@ def open_for(folder: Path | None, gpu: str, scheme: QuantScheme, dtype: str) -> 
 
 
 def begin_run(
-    results: Iterable[Results], device: Device, settings: Settings, ceilings: Ceilings, commit: str | None = None
+    results: Iterable[Results],
+    device: Device,
+    settings: Settings,
+    ceilings: Ceilings,
+    commit: str | None = None,
+    libraries: Mapping[str, str] | None = None,
 ) -> str:
-    """Add the head of a new run to `results`; returns its id."""
+    """Add the head of a new run to `results`; returns its id. libraries: given peers' files with their digests."""
     now = datetime.now(UTC)
     identity = f"{now:%Y%m%dT%H%M%S}"
     for one in results:
@@ -151,7 +157,7 @@ def begin_run(
                 "date": f"{now:%Y-%m-%d %H:%M} UTC",
                 "commit": commit or _commit(),
                 "sources": _sources_digest(),
-                "versions": _versions(),
+                "versions": _versions() | dict(libraries or {}),
                 "state": {"before": device.state()},
                 "settings": asdict(settings),
                 "ceilings": {
@@ -211,8 +217,8 @@ def _sources_digest() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"spearfish": metadata.version("spearfish")} if _installed("spearfish") else {}
-    found |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    found = {"spearfish": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = str(torch.version.cuda)
     return found | {name: metadata.version(name) for name in _PEERS if _installed(name)}
 
 

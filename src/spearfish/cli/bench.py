@@ -101,7 +101,7 @@ def bench(
     from spearfish.bench.device import CudaDevice
 
     device = CudaDevice()
-    implementations = _implementations(only, peer_lib or [], top, families)
+    implementations, libraries = _implementations(only, peer_lib or [], top, families)
     if eager or chain:
         _costs(device, implementations, layers[0][2], dtypes, ms, eager)
         return
@@ -111,7 +111,8 @@ def bench(
     from spearfish.bench.runner import Budget, Settings
 
     limit = Budget(device, parse_seconds(budget))
-    campaign = Campaign(layers, ms, dtypes, implementations, Settings(rounds, sustained), results, resume=resume)
+    settings = Settings(rounds, sustained)
+    campaign = Campaign(layers, ms, dtypes, implementations, settings, results, resume=resume, libraries=libraries)
     found, outcome = campaign.run(device, CudaProbes(device), limit, typer.echo)
     _print(found, results, plots, counts)
     typer.echo(f"{outcome.measured} of {outcome.asked} points measured")
@@ -148,18 +149,21 @@ def _dtypes(text: str) -> list[str]:
     return words
 
 
-def _implementations(only: list[str] | None, libraries: list[Path], top: int, families: bool) -> list[Implementation]:
+def _implementations(
+    only: list[str] | None, paths: list[Path], top: int, families: bool
+) -> tuple[list[Implementation], dict[str, str]]:
+    """Who takes part, and the libraries that were loaded with their digests."""
     from spearfish.bench.implementations import ours_and_cublas
     from spearfish.bench.peers import all_peers, load_libraries
 
-    load_libraries(libraries)
+    libraries = load_libraries(paths)
     found = ours_and_cublas(top, families) + all_peers()
     if not only:
-        return found
+        return found, libraries
     unknown = sorted(set(only) - {one.name for one in found})
     if unknown:
         raise UnsupportedError(f"--only {', '.join(unknown)}: there are {', '.join(one.name for one in found)}")
-    return [one for one in found if one.name in only]
+    return [one for one in found if one.name in only], libraries
 
 
 def _without_gpu(points: list[Point], arch: str | None, explain: bool) -> None:
