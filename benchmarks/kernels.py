@@ -2,11 +2,13 @@
 
     python benchmarks/kernels.py run --budget 240s --peer-lib vllm/_C_stable_libtorch.abi3.so
     python benchmarks/kernels.py run --jobs int8-g128-fp16 --resume
+    python benchmarks/kernels.py costs --peer-lib vllm/_C_stable_libtorch.abi3.so
     python benchmarks/kernels.py page
 
 `run` works through the jobs below in their order, the most telling points first, saves after every point and stops
 cleanly when the budget is spent. With --resume it goes on where an earlier run of the same sources stopped, so that a
-table can be filled in several short runs. `page` writes docs/performance.md and its plots from the result files.
+table can be filled in several short runs. `costs` measures what a call, a graph node and `prepare` cost, and a chain of
+32 layers. `page` writes docs/performance.md and its plots from the result files.
 
 Needs torch, cuda-core and, for the rivals, what `spearfish bench --help` names; PYTHONPATH=src will do for spearfish.
 """
@@ -18,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spearfish.bench.campaign import Campaign
-from spearfish.bench.ceilings import CudaProbes
+from spearfish.bench.ceilings import CudaProbes, measure
+from spearfish.bench.costs import measure_costs
 from spearfish.bench.device import CudaDevice
-from spearfish.bench.implementations import ours_and_cublas
+from spearfish.bench.implementations import Implementation, ours_and_cublas, select
 from spearfish.bench.page import PLOTS, render
 from spearfish.bench.peers import all_peers, load_libraries
 from spearfish.bench.plot import draw_all
 from spearfish.bench.problems import SHAPE_SETS, TOKENS, parse_scheme, parse_seconds, parse_tokens
 from spearfish.bench.report import means_table, rows
-from spearfish.bench.results import load_all
+from spearfish.bench.results import load_all, run_head
 from spearfish.bench.runner import Budget, Settings
 from spearfish.errors import SpearfishError
 
@@ -68,7 +71,10 @@ def run(options: argparse.Namespace) -> None:
     budget = Budget(device, parse_seconds(options.budget))
     ones = ours_and_cublas(every_family=options.families) + all_peers()
     if options.only:
-        ones = [one for one in ones if one.name in options.only.split(",")]
+        ones = select(ones, options.only.split(","))
+    if options.what == "costs":
+        costs(options, device, ones, libraries)
+        return
     for job in (job for job in JOBS if job.name in wanted):
         if not budget.left():
             break
@@ -91,6 +97,18 @@ def run(options: argparse.Namespace) -> None:
             print(means_table(rows(results)), flush=True)
 
 
+def costs(
+    options: argparse.Namespace, device: CudaDevice, ones: list[Implementation], libraries: dict[str, str]
+) -> None:
+    ceilings = measure(device, CudaProbes(device), seconds=0.2)
+    tokens = parse_tokens(options.m or "1,16")
+    for dtype in ("fp16", "bf16"):
+        head = run_head(device, Settings(), ceilings, options.commit, libraries)
+        found = measure_costs(ones, tokens, parse_scheme("int4-g128"), dtype, device, head)
+        found.save(options.results)
+        print(found.report(), flush=True)
+
+
 def page(options: argparse.Namespace) -> None:
     plots = ROOT / "docs" / PLOTS
     for path in draw_all(load_all(options.results), plots):
@@ -101,7 +119,7 @@ def page(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("what", choices=("run", "costs", "page"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument("--jobs", help=f"of {', '.join(job.name for job in JOBS)}; all by default")
     parser.add_argument("--m", help="token counts instead of the jobs' own")
@@ -115,7 +133,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out points that these sources have measured")
     options = parser.parse_args()
     try:
-        (run if options.what == "run" else page)(options)
+        (page if options.what == "page" else run)(options)
     except SpearfishError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -19,8 +19,10 @@ from spearfish.bench.explain import chip_named, explain, problem_for
 from spearfish.bench.implementations import problem_of, ranked
 from spearfish.bench.problems import Point, Weights, parse_scheme, parse_seconds
 from spearfish.bench.report import layers_table, rows
+from spearfish.bench.results import load_all, run_head
+from spearfish.bench.runner import Settings
 from spearfish.cli.bench import _layers
-from spearfish.errors import UnsupportedError
+from spearfish.errors import FormatError, UnsupportedError
 from spearfish.kernels import jit
 from spearfish.kernels.choose import choose
 from spearfish.kernels.prepare import to_stream
@@ -155,12 +157,38 @@ def test_the_cost_table_goes_on_after_a_failure() -> None:
         made_up.FakeOne("absent", device, 1.0, reason="is not installed"),
         made_up.FakeOne("broken", device, 1.0, spoil=lambda y: y.view(7)),
     ]
-    text = costs.eager_table(ones, parse_scheme("int4-g128"), "fp16", device)  # type: ignore[arg-type]
-    assert "| absent" in text
-    assert text.count("is not installed") == 2
-    assert text.count("RuntimeError") == 2
+    found = costs.eager(ones, parse_scheme("int4-g128"), "fp16", device)  # type: ignore[arg-type]
+    assert found[0] == costs.Eager("absent", None, None, "is not installed")
+    assert found[1].reason.startswith("RuntimeError: shape '[7]' is invalid")
+    text = costs.eager_table([*found, costs.Eager("spearfish", 12.34, 0.567)])
+    assert "12.3 |" in text
+    assert "0.57 |" in text
+
+
+def test_costs_are_kept_and_shown(tmp_path: Path) -> None:
+    device, scheme = made_up.FakeDevice(), parse_scheme("int4-g128")
+    head = run_head(device, Settings(), Ceilings([(1_000_000, 1.0)]), "abc")
+    chain = [
+        costs.Chain("spearfish", 1, 700.0),
+        costs.Chain("marlin", 1, 1050.0),
+        costs.Chain("machete", 1, None, "no"),
+    ]
     # On a CPU the weight is held dense: 32 MiB.
-    assert re.search(r"prepare of 4096 × 4096: [\d.]+ ms, 33\.55 MB held", text)
+    prepare = costs.prepare_cost(scheme, "fp16", device)
+    assert prepare.nbytes == 2 * 4096 * 4096
+    assert prepare.seconds > 0
+    found = costs.Costs(device.name, scheme, "fp16", head, prepare, [costs.Eager("spearfish", 12.34, 0.5)], chain)
+    path = found.save(tmp_path)
+    assert path == tmp_path / "made_up_gpu_9" / "costs-int4-g128-fp16.json"
+    assert costs.load_costs(path) == found
+    assert load_all(tmp_path) == []
+    text = page.render(tmp_path)
+    assert "None yet" not in text
+    assert "33.55 MB held afterwards." in text
+    assert re.search(r"\| marlin +\| 1 \| +1050 \| +1\.50 \|", text)
+    path.write_text("{}")
+    with pytest.raises(FormatError, match=r"costs-int4-g128-fp16\.json"):
+        costs.load_costs(path)
 
 
 # ------------------------------------------------------------------------------------------------- reports and plots

@@ -4,11 +4,14 @@ a chain of layers as a decode step has it, where the end of one kernel and the s
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -16,8 +19,10 @@ from spearfish.bench.ceilings import Ceilings, first_line
 from spearfish.bench.device import Call, Device
 from spearfish.bench.explain import problem_for
 from spearfish.bench.implementations import Implementation, Prepared, dtype_of
-from spearfish.bench.problems import SHAPE_SETS, Point, Weights
+from spearfish.bench.problems import SHAPE_SETS, Point, Weights, parse_scheme, scheme_name
 from spearfish.bench.report import microseconds, number, percent, ratio, table
+from spearfish.bench.results import compact_json, slug, write_whole
+from spearfish.errors import FormatError
 from spearfish.kernels import jit
 from spearfish.kernels import matmul as kernels
 from spearfish.kernels.choose import choose
@@ -55,19 +60,6 @@ def compile_table(points: Sequence[Point], chip: Chip) -> str:
     return table(("variant", "compiled, s", "from the cache, ms"), body)
 
 
-def prepare_seconds(weights: Weights, device: Device) -> tuple[float, int]:
-    """Seconds that `prepare` takes for a weight that is on the device, and the bytes that the result holds."""
-    weight, held = weights.own, 0
-    times = []
-    for _ in range(4):
-        device.synchronize()
-        began = time.perf_counter()
-        held = kernels.prepare(weight, weights.device, weights.dtype).nbytes
-        device.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times), held
-
-
 def call_microseconds(call: Call, synchronize: Callable[[], None], calls: int = 200, turns: int = 9) -> float:
     """µs of CPU that an eager call takes: the median over turns of a few hundred, which the launch queue holds."""
     call()
@@ -90,32 +82,69 @@ def node_microseconds(call: Call, device: Device, nodes: int = 200) -> float:
     return median((many() - few()) / nodes for _ in range(9))
 
 
-def eager_table(implementations: Sequence[Implementation], scheme: QuantScheme, dtype: str, device: Device) -> str:
-    """For each implementation: CPU time of an eager call (m = 1, 4096 × 4096) and GPU time of a graph node of a layer
-    too small to count (512 × 128); then what `prepare` takes."""
-    body: list[tuple[str, str, str]] = []
+@dataclass(frozen=True)
+class Eager:
+    """What a call costs: µs of CPU (m = 1, 4096 × 4096), and µs of GPU of a graph node of a layer too small to count
+    (512 × 128); or why one of them is not known."""
+
+    name: str
+    call_us: float | None = None
+    node_us: float | None = None
+    reason: str = ""
+
+
+def eager(implementations: Sequence[Implementation], scheme: QuantScheme, dtype: str, device: Device) -> list[Eager]:
+    """The costs of a call of each implementation."""
+    found = []
     for one in implementations:
-        cells = []
-        for k, n in ((4096, 4096), (512, 128)):
-            point = Point(k, n, 1, dtype, scheme)
-            reason = one.why_not(point)
+        values: list[float | None] = []
+        reasons: dict[str, None] = {}
+        for point in (Point(4096, 4096, 1, dtype, scheme), Point(512, 128, 1, dtype, scheme)):
+            reason, value = one.why_not(point), None
             if reason is None:
                 try:
-                    x = torch.randn((1, k), device=device.torch_device).to(dtype_of(point))
-                    prepared = one.prepare(_weights(point, device))
-                    call = partial(prepared.call, x)
-                    if n == 4096:
-                        cells.append(number(call_microseconds(call, device.synchronize), 1))
-                    else:
-                        cells.append(number(node_microseconds(call, device)))
-                    continue
+                    x = torch.randn((1, point.k), device=device.torch_device).to(dtype_of(point))
+                    call = partial(one.prepare(_weights(point, device)).call, x)
+                    large = point.n == 4096
+                    value = call_microseconds(call, device.synchronize) if large else node_microseconds(call, device)
                 except Exception as error:  # noqa: BLE001  # whatever a rival raises is a result
-                    reason = first_line(error, 60)
-            cells.append(reason)
-        body.append((one.name, *cells))  # type: ignore[arg-type]  # two cells, one for each layer
-    first = table(("implementation", "eager call, µs of CPU", "graph node, µs"), body)
-    seconds, held = prepare_seconds(_weights(Point(4096, 4096, 1, dtype, scheme), device), device)
-    return f"{first}\n\nprepare of 4096 × 4096: {1e3 * seconds:.2f} ms, {held / 1e6:.2f} MB held afterwards"
+                    reason = first_line(error)
+            values.append(None if value is None else round(value, 3))
+            if reason:
+                reasons[reason] = None
+        found.append(Eager(one.name, values[0], values[1], "; ".join(reasons)))
+    return found
+
+
+def eager_table(found: Sequence[Eager]) -> str:
+    """Calls beside each other."""
+    body = [(one.name, number(one.call_us, 1), number(one.node_us), one.reason) for one in found]
+    return table(("implementation", "eager call, µs of CPU", "graph node, µs of GPU", ""), body)
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """What `prepare` takes for 4096 × 4096, in seconds, and holds afterwards, in bytes."""
+
+    seconds: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"prepare of 4096 × 4096: {1e3 * self.seconds:.2f} ms, {self.nbytes / 1e6:.2f} MB held afterwards"
+
+
+def prepare_cost(scheme: QuantScheme, dtype: str, device: Device) -> Prepare:
+    """The best of four, of a weight that is on the device already."""
+    weights = _weights(Point(4096, 4096, 1, dtype, scheme), device)
+    weight, held = weights.own, 0
+    times = []
+    for _ in range(4):
+        device.synchronize()
+        began = time.perf_counter()
+        held = kernels.prepare(weight, weights.device, weights.dtype).nbytes
+        device.synchronize()
+        times.append(time.perf_counter() - began)
+    return Prepare(round(min(times), 6), held)
 
 
 def _weights(point: Point, device: Device) -> Weights:
@@ -142,7 +171,7 @@ def chains(
     shapes: Sequence[tuple[int, int]] = SHAPE_SETS["8b"],
     turns: int = 9,
 ) -> list[Chain]:
-    """`layers` times the linear layers of an 8B model in one graph, each with a weight of its own (3.4 GB of int4, far
+    """`layers` times the linear layers of an 8B model in one graph, each with a weight of its own (2.7 GB of int4, far
     beyond the L2) and its own x; the order of the stream is what ties them."""
     found = []
     points = [Point(k, n, 1, dtype, scheme) for k, n in shapes]
@@ -201,3 +230,77 @@ def chain_table(
         )
     body.sort(key=lambda line: int(line[1]))
     return table(("implementation", "m", f"{layers} layers, µs", "ours faster by", "of bandwidth", ""), body)
+
+
+# ------------------------------------------------------------------------------------------------------------- the file
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything of one GPU, scheme and dtype: the file costs-<scheme>-<dtype>.json beside the result files. `run` is
+    the head of a run as `results` has it."""
+
+    gpu: str
+    scheme: QuantScheme
+    dtype: str
+    run: dict[str, Any]
+    prepare: Prepare
+    calls: list[Eager]
+    chain: list[Chain]
+
+    def save(self, folder: Path) -> Path:
+        """Write into `folder`/<gpu>/; the file appears whole or not at all. Returns its path."""
+        content = {"format": FORMAT, **asdict(self), "scheme": scheme_name(self.scheme)}
+        path = folder / slug(self.gpu) / f"costs-{scheme_name(self.scheme)}-{self.dtype}.json"
+        write_whole(path, compact_json(content) + "\n")
+        return path
+
+    def report(self, heading: str = "##") -> str:
+        """All tables as Markdown."""
+        read = [(int(size), us) for size, us in self.run["ceilings"]["read"]]
+        parts = [
+            f"{heading} Calls and chains, {scheme_name(self.scheme)}, {self.dtype}, {self.gpu}",
+            f"{self.run['date']}, commit {self.run['commit']}, torch {self.run['versions']['torch']}",
+            f"{self.prepare}.",
+            eager_table(self.calls),
+            f"{CHAIN_LAYERS} times the four linear layers of an 8B model, each with its own weight, in one graph:",
+            chain_table(self.chain, self.scheme, self.dtype, Ceilings(read)),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+
+FORMAT = "spearfish bench costs 1"
+
+
+def measure_costs(
+    implementations: Sequence[Implementation],
+    tokens: Sequence[int],
+    scheme: QuantScheme,
+    dtype: str,
+    device: Device,
+    run: dict[str, Any],
+) -> Costs:
+    """Measure calls and the chain."""
+    prepare = prepare_cost(scheme, dtype, device)
+    calls = eager(implementations, scheme, dtype, device)
+    chain = chains(implementations, tokens, scheme, dtype, device)
+    return Costs(device.name, scheme, dtype, run, prepare, calls, chain)
+
+
+def load_costs(path: Path) -> Costs:
+    """Read a file of costs. Raises FormatError if it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise FormatError(f"{path} has format {content['format']!r}, wanted {FORMAT!r}")
+        return Costs(
+            content["gpu"],
+            parse_scheme(content["scheme"]),
+            content["dtype"],
+            content["run"],
+            Prepare(**content["prepare"]),
+            [Eager(**one) for one in content["calls"]],
+            [Chain(**one) for one in content["chain"]],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} is no file of costs: {error!r}") from error

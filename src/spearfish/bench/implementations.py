@@ -7,7 +7,7 @@ the same size, codes and groups, since they cannot use that half of it is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -80,6 +80,8 @@ class Spearfish:
     def why_not(self, point: Point) -> str | None:
         if self.family is not None and self.family not in {family.name for family in families()}:
             return f"there is no kernel family {self.family}"
+        if point.k % 8 and (self.family is not None or self.rank is not None):
+            return "a kernel on its own takes multiples of 8 k; matmul pads x"
         return None
 
     def prepare(self, weights: Weights) -> Prepared:
@@ -159,6 +161,14 @@ def ours_and_cublas(top: int = 0, every_family: bool = False) -> list[Implementa
     if every_family:
         found += [Spearfish(family.name) for family in families()]
     return found + [Spearfish(None, rank) for rank in range(top)]
+
+
+def select(found: Sequence[Implementation], names: Sequence[str]) -> list[Implementation]:
+    """Those of `found` that are named. Raises UnsupportedError for a name that none has."""
+    unknown = sorted(set(names) - {one.name for one in found})
+    if unknown:
+        raise UnsupportedError(f"no implementation {', '.join(unknown)}: there are {', '.join(x.name for x in found)}")
+    return [one for one in found if one.name in names]
 
 
 def dtype_of(point: Point) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spearfish.bench.costs import load_costs
 from spearfish.bench.problems import SHAPE_SETS
 from spearfish.bench.report import baseline_for, report
 from spearfish.bench.results import Results, load_all, slug
@@ -52,7 +53,9 @@ def render(folder: Path, plots: Path | None = None) -> str:
         shown = [f"![{path.stem}]({PLOTS}/{slug(results.gpu)}/{path.name})" for path in _plots(results, plots)]
         text = report(results, baseline_for(folder, results.gpu), details=False)
         parts.append("\n".join(["", text, *([*shown, ""] if shown else [])]))
-    if not found:
+    costs = [load_costs(path) for path in sorted(folder.glob("*/costs-*.json"))]
+    parts += [f"\n{one.report()}" for one in costs]
+    if not found and not costs:
         parts.append(_NOTHING)
     return "".join(parts)
 

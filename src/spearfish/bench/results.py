@@ -92,10 +92,7 @@ class Results:
     def save(self, folder: Path) -> Path:
         """Write into `folder`/<gpu>/; the file appears whole or not at all. Returns its path."""
         path = folder / slug(self.gpu) / self.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self.text(), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, self.text())
         return path
 
     def text(self) -> str:
@@ -108,11 +105,23 @@ class Results:
             "dtype": self.dtype,
             "runs": [run for run in self.runs if run["id"] in used],
         }
-        lines = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
-        # A read curve with a number on each line would be longer than all points.
-        lines = re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", lines)
+        lines = compact_json(head).removesuffix("\n}")
         points = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in self.points)
         return f'{lines},\n "points": [\n{points}\n ]\n}}\n'
+
+
+def compact_json(content: dict[str, Any]) -> str:
+    """Indented, but pairs of numbers on one line: a read curve would else be longer than all points."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, with its folders, that appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def load(path: Path) -> Results:
@@ -129,7 +138,8 @@ def load(path: Path) -> Results:
 
 def load_all(folder: Path) -> list[Results]:
     """All result files below `folder`, by GPU and name."""
-    return [load(path) for path in sorted(folder.glob("*/*.json")) if not path.name.startswith("baseline")]
+    others = ("baseline_", "costs-")
+    return [load(path) for path in sorted(folder.glob("*/*.json")) if not path.name.startswith(others)]
 
 
 def open_for(folder: Path | None, gpu: str, scheme: QuantScheme, dtype: str) -> Results:
@@ -148,28 +158,37 @@ def begin_run(
     libraries: Mapping[str, str] | None = None,
 ) -> str:
     """Add the head of a new run to `results`; returns its id. libraries: given peers' files with their digests."""
-    now = datetime.now(UTC)
-    identity = f"{now:%Y%m%dT%H%M%S}"
+    head = run_head(device, settings, ceilings, commit, libraries)
     for one in results:
-        one.runs.append(
-            {
-                "id": identity,
-                "date": f"{now:%Y-%m-%d %H:%M} UTC",
-                "commit": commit or _commit(),
-                "sources": _sources_digest(),
-                "versions": _versions() | dict(libraries or {}),
-                "state": {"before": device.state()},
-                "settings": asdict(settings),
-                "ceilings": {
-                    "read": [list(pair) for pair in ceilings.read],
-                    "rates": ceilings.rates,
-                    "notes": ceilings.notes,
-                },
-                "errors": {},
-                "absent": {},
-            }
-        )
-    return identity
+        one.runs.append(json.loads(json.dumps(head)))  # a copy for each, which differ in what is added later
+    return str(head["id"])
+
+
+def run_head(
+    device: Device,
+    settings: Settings,
+    ceilings: Ceilings,
+    commit: str | None = None,
+    libraries: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """When, where and with what something is measured: all plain values."""
+    now = datetime.now(UTC)
+    return {
+        "id": f"{now:%Y%m%dT%H%M%S}",
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
+        "commit": commit or _commit(),
+        "sources": _sources_digest(),
+        "versions": _versions() | dict(libraries or {}),
+        "state": {"before": device.state()},
+        "settings": asdict(settings),
+        "ceilings": {
+            "read": [list(pair) for pair in ceilings.read],
+            "rates": ceilings.rates,
+            "notes": ceilings.notes,
+        },
+        "errors": {},
+        "absent": {},
+    }
 
 
 def end_run(results: Iterable[Results], identity: str, device: Device, outcome: str) -> None:

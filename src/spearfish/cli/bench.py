@@ -153,17 +153,14 @@ def _implementations(
     only: list[str] | None, paths: list[Path], top: int, families: bool
 ) -> tuple[list[Implementation], dict[str, str]]:
     """Who takes part, and the libraries that were loaded with their digests."""
-    from spearfish.bench.implementations import ours_and_cublas
+    from spearfish.bench.implementations import ours_and_cublas, select
     from spearfish.bench.peers import all_peers, load_libraries
 
     libraries = load_libraries(paths)
     found = ours_and_cublas(top, families) + all_peers()
     if not only:
         return found, libraries
-    unknown = sorted(set(only) - {one.name for one in found})
-    if unknown:
-        raise UnsupportedError(f"--only {', '.join(unknown)}: there are {', '.join(one.name for one in found)}")
-    return [one for one in found if one.name in only], libraries
+    return select(found, only), libraries
 
 
 def _without_gpu(points: list[Point], arch: str | None, explain: bool) -> None:
@@ -203,7 +200,8 @@ def _costs(
 
     for dtype in dtypes:
         if eager:
-            typer.echo(costs.eager_table(implementations, scheme, dtype, device))
+            typer.echo(costs.eager_table(costs.eager(implementations, scheme, dtype, device)))
+            typer.echo(costs.prepare_cost(scheme, dtype, device))
             continue
         ceilings = measure(device, CudaProbes(device), seconds=0.1)
         found = costs.chains(implementations, tokens, scheme, dtype, device)
