@@ -28,7 +28,7 @@ from spearfish.bench.problems import (
     scheme_name,
     weight_bytes,
 )
-from spearfish.bench.report import baseline_for, losses, means_table, report, rivals_table, rows
+from spearfish.bench.report import baseline_for, losses, means_table, regrets, report, rivals_table, rows
 from spearfish.bench.results import Results, begin_run, load, load_all, open_for
 from spearfish.bench.runner import Budget, Measured, Settings, run
 from spearfish.errors import FormatError, UnsupportedError
@@ -517,6 +517,17 @@ def test_no_result_of_ours_is_a_loss(tmp_path: Path) -> None:
     del results.points[0]["us"]["spearfish"]
     assert losses(rows(results))[0] == "128 × 64, m = 1: no result of ours"
     assert "no result of ours" in report(results)
+
+
+def test_a_better_way_of_our_own_is_told(tmp_path: Path) -> None:
+    results = measured(tmp_path)
+    assert regrets(results) == []
+    assert "own ways" not in report(results)
+    results.points[0]["us"] |= {"spearfish #2": [8.0, 8.0, 8.0], "spearfish hopper": [9.8, 9.8, 9.8]}
+    results.points[0]["how"]["spearfish #2"] = "portable: some cut"
+    results.points[1]["us"]["spearfish #2"] = [9.8, 9.8, 9.8]
+    assert regrets(results) == ["128 × 64, m = 1: 8.0 µs by portable: some cut, 10.0 by the chosen way for 1"]
+    assert regrets(results)[0] in report(results)
 
 
 def test_the_kernel_of_2024_stands_beside_us(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import tiny
 from spearfish import cli, sparse24
 from spearfish.bench import costs, page, plot
 from spearfish.bench.ceilings import SOURCE, Ceilings, CudaProbes
+from spearfish.bench.device import CudaDevice
 from spearfish.bench.explain import chip_named, explain, problem_for
 from spearfish.bench.implementations import problem_of, ranked
 from spearfish.bench.problems import Point, Weights, parse_scheme, parse_seconds
@@ -356,3 +358,88 @@ def test_the_probes_launch_what_their_kernels_want(monkeypatch: pytest.MonkeyPat
     assert made["wgmma.sp"][1] == 132 * 4 * (2000 * 8) * (2 * 64 * 128 * 32)
     for (*_, params), rounds in zip(launched, (8000, 2000), strict=True):
         assert struct.unpack("<QiiQ", params)[1] == rounds
+
+
+def test_a_recording_is_replayed_and_a_broken_one_tells_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own code, on stand-ins for torch's graph, stream and events."""
+    log: list[str] = []
+
+    class Graph:
+        def capture_begin(self) -> None:
+            log.append("begin")
+
+        def capture_end(self) -> None:
+            log.append("end")
+            if "broken" in log:
+                raise RuntimeError("the capture was invalidated")
+
+        def replay(self) -> None:
+            log.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return 0.25
+
+    facts = SimpleNamespace(name="Some GPU", L2_cache_size=50 << 20, uuid="1234")
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device: facts,
+        "synchronize": lambda: log.append("synchronize"),
+        "Stream": lambda device: None,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = CudaDevice()
+    assert (device.name, device.l2_bytes, device.torch_device) == ("Some GPU", 50 << 20, torch.device("cuda:0"))
+    replay = device.record([lambda: log.append("a"), lambda: log.append("b")])
+    assert replay() == 250.0
+    assert log == ["synchronize", "begin", "a", "b", "end", "event", "replay", "event", "wait"]
+
+    def breaks() -> None:
+        log.append("broken")
+        raise ValueError("this broke")
+
+    log.clear()
+    with pytest.raises(ValueError, match="this broke"):
+        device.record([breaks])
+    assert log == ["synchronize", "begin", "broken", "end"]
+
+
+def test_the_state_of_a_card_is_read_and_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = object.__new__(CudaDevice)
+    device._uuid = "GPU-1234"
+    asked: list[list[str]] = []
+
+    def shown(command: list[str], **options: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="580.1, 1980, 1980, 3201, 120.5, 700.00, 41\n")
+
+    monkeypatch.setattr("spearfish.bench.device.subprocess.run", shown)
+    state = device.state()
+    assert (state["driver"], state["clock MHz"], state["power W"], state["temperature C"]) == (
+        "580.1",
+        "1980",
+        "120.5",
+        "41",
+    )
+    # It only looks: no option that sets anything.
+    assert asked[0][0] == "nvidia-smi"
+    assert all(word.startswith(("--query-gpu=", "--format=", "-i", "GPU-")) for word in asked[0][1:])
+
+    def absent(command: list[str], **options: object) -> SimpleNamespace:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr("spearfish.bench.device.subprocess.run", absent)
+    assert device.state() == {}

@@ -224,6 +224,25 @@ def losses(found: Sequence[Row]) -> list[str]:
     ]
 
 
+def regrets(results: Results) -> list[str]:
+    """Points at which another of our own ways was faster than the chosen one, the worst first, with what it was."""
+    found = []
+    for entry in results.points:
+        ways = {name: values[0] for name, values in entry["us"].items() if name.startswith(OURS)}
+        chosen = ways.get(OURS)
+        best = min(ways, key=lambda name: ways[name], default=OURS)
+        if chosen and ways[best] < EVEN * chosen:
+            how = entry["how"]
+            found.append(
+                (
+                    ways[best] / chosen,
+                    f"{entry['k']} × {entry['n']}, m = {entry['m']}: {microseconds(ways[best])} µs by"
+                    f" {how.get(best, best)}, {microseconds(chosen)} by the chosen {how.get(OURS, 'way')}",
+                )
+            )
+    return [text for _, text in sorted(found)]
+
+
 def unmeasured(results: Results) -> list[str]:
     """What was wrong or failed, each reason once with how often."""
     seen: dict[tuple[str, str], list[str]] = {}
@@ -281,6 +300,9 @@ def report(results: Results, baseline: Baseline | None = None, heading: str = "#
     behind = losses(found)
     parts.append(f"{heading}# Where we lose")
     parts.append("\n".join(f"* {text}" for text in behind) if behind else "Nowhere that was measured.")
+    regretted = regrets(results)
+    if regretted:
+        parts += [f"{heading}# Where another of our own ways was faster", "\n".join(f"* {text}" for text in regretted)]
     broken = unmeasured(results)
     if broken:
         parts += [f"{heading}# What failed or was wrong, and was not timed", "\n".join(f"* {text}" for text in broken)]
