@@ -146,7 +146,12 @@ class DenseModel:
         transformers = need_transformers("running a model")
         from accelerate import init_empty_weights
 
-        config = transformers.AutoConfig.from_pretrained(self.folder)
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise UnsupportedError(
+                f"{self.name}: transformers cannot make this model from its config: {error}"
+            ) from error
         with init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.eval().requires_grad_(False)
@@ -212,7 +217,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer that lies in a model folder."""
     transformers = need_transformers("tokenising text")
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder))
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise FormatError(f"no usable tokenizer in {folder}: {error}") from error
 
@@ -322,11 +327,14 @@ def convert_gguf(file: Path) -> Path:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     str(file.parent),
                     gguf_file=file.name,
+                    trust_remote_code=False,
                     # Without this the model counts as quantised and refuses to be saved.
                     quantization_config=transformers.GgufConfig(dequantize=True),
                     dtype=torch.float16,
                 )
-                tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    str(file.parent), gguf_file=file.name, trust_remote_code=False
+                )
             except ImportError as error:
                 raise UnsupportedError(f"reading {file.name} needs one more package: {error}") from error
             except (ValueError, KeyError, OSError, NotImplementedError) as error:

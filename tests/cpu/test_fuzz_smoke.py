@@ -354,3 +354,44 @@ def test_recipes_of_the_wrong_kind(values: object) -> None:
 def test_recipes_survive_a_round_trip() -> None:
     recipe = Recipe(group_size=None, ignore=("lm_head",), recover=3, damping=1)
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+# ------------------------------------------------------------------------------------------------ code in a folder
+
+
+@pytest.mark.parametrize("model_type", ["llama", "strange"])
+def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path, model_type: str) -> None:
+    """Nor is anybody asked whether it shall be: a question is answered too easily."""
+    marker = tmp_path / "executed"
+    for name in ("configuration_evil", "modeling_evil", "tokenization_evil"):
+        (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    auto = {
+        "AutoConfig": "configuration_evil.Config",
+        "AutoModelForCausalLM": "modeling_evil.Model",
+        "AutoTokenizer": ["tokenization_evil.Tokenizer", None],
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type, "auto_map": auto}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": auto["AutoTokenizer"]}})
+    )
+    program = (
+        "import sys\n"
+        "from spearfish import models\n"
+        "from spearfish.errors import SpearfishError\n"
+        "from spearfish.integrations.transformers import load\n"
+        "def attempt(what):\n"
+        "    try:\n"
+        "        what()\n"
+        "    except SpearfishError as error:\n"
+        "        print('refused', error)\n"
+        "attempt(lambda: models.load_dense(sys.argv[1], force_generic=True).skeleton())\n"
+        "attempt(lambda: models.load_tokenizer(sys.argv[1]))\n"
+        "attempt(lambda: load(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, input="y\ny\ny\ny\n", timeout=200)
+    assert not marker.exists(), "code from the folder was run"
+    assert "Do you wish to run" not in result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "refused" in result.stdout

@@ -61,7 +61,12 @@ def load(
         options["device_map"] = {"": str(device or ("cuda" if torch.cuda.is_available() else "cpu"))}
     elif device is not None:
         raise UnsupportedError("give either device or device_map, not both")
-    config = AutoConfig.from_pretrained(checkpoint.path)
+    # Without a word on it transformers asks on the terminal whether code out of the folder may run.
+    trusted = options.setdefault("trust_remote_code", False)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedError(f"{path}: transformers cannot make this model from its config: {error}") from error
     config.quantization_config = FileConfig(_block_of(checkpoint))
     if dtype is None:
         dtype = _default_dtype(config, options["device_map"])
