@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(512) rate_wgmma_sp(const __grid_con
   const u64 first = address | u64(128 >> 4) << 16 | u64(512 >> 4) << 32;
   u32 a[STEPS][4];
 #pragma unroll
-  for (int i = 0; i < 4 * STEPS; i++) a[i / 4][i % 4] = p.data[(threadIdx.x + 512 * i) % 4096];
+  for (int i = 0; i < 4 * STEPS; i++) a[i / 4][i % 4] = p.data[(threadIdx.x + 517 * i) % 4096];
   float d[64] = {};
   for (int round = 0; round < p.rounds; round++) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
