@@ -80,3 +80,25 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	@$(VLLM_PIP) uninstall -qq -y torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install -qq --no-compile -e .
 	@touch $@
+
+# What is costly to prove is proved apart from the tests; counts and logs: docs/reliability.md.
+.PHONY: fuzz kill dist audit
+FUZZ_SECONDS := 300
+FUZZ_STEERED := header config index recipe text dense-model folder-marlin_24 folder-gptq_v2 folder-ct-marlin-24 \
+	folder-ct-pack folder-ct-sparse-24 folder-ct-sparse-b
+
+fuzz: $(VENV)/.dev  ## mutated files for every reader, FUZZ_SECONDS=300; steered by coverage if atheris is installed
+	@nice -n 15 $(BIN)/python tests/fuzz/campaign.py --seconds $(FUZZ_SECONDS)
+	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then for target in $(FUZZ_STEERED); do \
+	    nice -n 15 $(BIN)/python tests/fuzz/campaign.py --mode atheris --target $$target --seconds 25 2>/dev/null \
+	    || exit 1; done; else echo "for the steered half: $(PIP) install -e '.[fuzz]'"; fi
+
+kill: $(VENV)/.dev  ## end compress, convert and the kernel cache at 80 random points, fill their disk, compare
+	@$(BIN)/python tests/fuzz/killing.py --points 80
+
+dist: $(VENV)/.dev  ## sdist, wheel, a clean environment, import and a tiny end-to-end; prints the wheel's size
+	@$(BIN)/python tests/clean_install.py
+
+audit: $(VENV)/.dev  ## known weaknesses of the pinned dependencies; fails where no advisory service answers
+	@$(INSTALL) -e '.[audit]'
+	@$(BIN)/python -m pip_audit -r constraints.txt --no-deps --disable-pip --strict
