@@ -47,6 +47,13 @@ def compress(
     num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 32,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    reconstruct: Annotated[
+        int, typer.Option(help="Training steps for each block after it is solved; 0 for none, 20 are few, 200 many.")
+    ] = 0,
+    budget: Annotated[
+        float,
+        typer.Option(help="Share of the layers' bytes that stays dense, where pruning would hurt most; such as 0.25."),
+    ] = 0.0,
     recover: Annotated[
         str, typer.Option(help="Time for learning from the dense model afterwards, such as 5m; 0 for none.")
     ] = "0",
@@ -74,6 +81,8 @@ def compress(
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
+        reconstruct=reconstruct,
+        budget=budget,
         recover=seconds(recover),
     )
     with _bars(as_json) as progress:
@@ -183,6 +192,24 @@ def _print_report(console: Console, report: Report, layers: bool) -> None:
         f" {calibration['sha256'][:12]}. Every layer: report.json, or --layers.",
         soft_wrap=True,
     )
+    if report.budget:
+        share = report.budget["bytes_kept_dense"] / max(report.budget["bytes_if_all_dense"], 1)
+        saved = report.budget["error_saved"] / max(report.budget["error_added"], 1e-30)
+        named = [name for unit in report.budget["kept_dense"] for name in unit["layers"]]
+        console.print(
+            f"Kept dense: {len(named)} layers, {share:.1%} of the bytes, which saves {saved:.0%} of the error that"
+            f" pruning and rounding add: {', '.join(named[:6])}{' ...' if len(named) > 6 else ''}. Why: report.json.",
+            soft_wrap=True,
+        )
+    if report.reconstruct:
+        before, after = (sum(o[k] for o in report.reconstruct) / len(report.reconstruct) for k in ("before", "after"))
+        kept = sum(o["kept"] for o in report.reconstruct)
+        console.print(
+            f"Reconstruction: {kept} of {len(report.reconstruct)} blocks came closer to the dense model on windows they"
+            f" were not trained on; distance {before:.4f} before, {after:.4f} after, on average. The layers' errors"
+            " above are those of before.",
+            soft_wrap=True,
+        )
     if report.recover and report.recover["divergence_last"] is not None:
         console.print(
             f"Recovery: {report.recover['steps']} steps of {report.recover['tokens_per_step']} tokens in"

@@ -6,11 +6,13 @@ a work folder, so a killed run goes on where it stopped, with the same result to
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ import torch
 from torch import nn
 
 from spearfish import checkpoint, models, text
-from spearfish.compress import methods, report
-from spearfish.compress.hessian import Hessian, relative_error
+from spearfish.compress import methods, reconstruct, report, sensitivity
+from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
 from spearfish.compress.recover import Recovery, Settings
+from spearfish.compress.solve import present, solve_group
 from spearfish.compress.walk import Walker, bfloat16_is_faster
 from spearfish.compress.workfolder import WorkFolder
-from spearfish.errors import ShapeError, SpearfishError
+from spearfish.errors import FormatError, SpearfishError
 from spearfish.models import DenseModel
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantWeight
@@ -61,10 +64,7 @@ def compress(
     out = Path(out)
     if out.exists() and not overwrite:
         raise SpearfishError(f"{out} exists already; give another folder or overwrite it (--overwrite)")
-    if recipe.bits == 16 and (recipe.recover or recipe.recover_steps):
-        raise SpearfishError("recovery trains codes and scales: bits must be 4 or 8, got 16")
-    if recipe.method not in methods.METHODS:
-        raise SpearfishError(f"there is no method {recipe.method!r}; choose one of {', '.join(methods.METHODS)}")
+    _refuse(recipe)
     dense = model if isinstance(model, DenseModel) else models.load_dense(model, force_generic)
     device = torch.device(device)
     start = time.perf_counter()
@@ -96,25 +96,33 @@ def compress(
     _warn_about_memory(result, device)
     plan = _plan(dense, recipe, tokens, fast)
     with WorkFolder(out.with_name(f"{out.name}.work"), plan) as work:
-        next_block, hidden = work.load_hidden()
+        next_block, hidden, goal = work.load_hidden()
         if next_block:
             log.info("going on at block %d of %d", next_block, len(walker.paths))
         first = walker.embed(tokens.tokens)
+        solving = _within_budget(walker, first, recipe, work, result, progress) if recipe.budget else recipe
         if hidden is None:
-            hidden = first
+            hidden, goal = first, first if recipe.reconstruct else None
         del first
         for index, path in enumerate(walker.paths):
             if index < next_block:
-                result.layers += work.load_block(index)[1]
-                continue
-            progress("blocks", index, len(walker.paths), path)
-            walker.load(index)
-            weights, reports = _solve_block(walker, index, hidden, recipe, result)
-            hidden = walker.forward(index, hidden)
-            walker.release(index)
-            work.save_block(index, weights, reports)
-            work.save_hidden(index + 1, hidden)
+                _, reports, outcome = work.load_block(index)
+            else:
+                progress("blocks", index, len(walker.paths), path)
+                walker.load(index)
+                goal = None if goal is None else walker.forward(index, goal)
+                weights, reports = _solve_block(walker, index, hidden, solving, result)
+                outcome = None
+                if goal is not None and weights:
+                    settings = reconstruct.Settings(recipe.reconstruct, seed=recipe.seed)
+                    weights, trained = reconstruct.reconstruct(walker, index, weights, hidden, goal, settings)
+                    outcome = trained.to_dict()
+                hidden = walker.forward(index, hidden)
+                walker.release(index)
+                work.save_block(index, weights, reports, outcome)
+                work.save_hidden(index + 1, hidden, goal)
             result.layers += reports
+            result.reconstruct += [outcome] if outcome else []
         progress("blocks", len(walker.paths), len(walker.paths), "")
         result.judge()
         gains: dict[str, torch.Tensor] = {}
@@ -143,6 +151,64 @@ def compress(
         progress("writing", 1, 1, str(out))
         work.delete()
     return result
+
+
+def _refuse(recipe: Recipe) -> None:
+    """Raises SpearfishError for what cannot be done together, before any work."""
+    if recipe.method not in methods.METHODS:
+        raise SpearfishError(f"there is no method {recipe.method!r}; choose one of {', '.join(methods.METHODS)}")
+    if recipe.bits == 16 and (recipe.recover or recipe.recover_steps):
+        raise SpearfishError("recovery trains codes and scales: bits must be 4 or 8, got 16")
+    if recipe.bits == 16 and recipe.reconstruct:
+        raise SpearfishError("reconstruction trains codes and scales: bits must be 4 or 8, got 16")
+    if recipe.budget and (recipe.bits == 16 or not methods.METHODS[recipe.method].prunes):
+        raise SpearfishError(
+            f"a budget of dense quantised layers needs a method that prunes the others, in 4 or 8 bits; got"
+            f" {recipe.method} in {recipe.bits} bits"
+        )
+
+
+def _within_budget(
+    walker: Walker,
+    hidden: torch.Tensor,
+    recipe: Recipe,
+    work: WorkFolder,
+    result: report.Report,
+    progress: Progress,
+) -> Recipe:
+    """The recipe with the layers that its budget keeps dense, found by a walk through the dense model of its own (which
+    a killed run repeats if it had not ended). `hidden` is what the first block receives."""
+    stored = work.load_facts("sensitivity")
+    if stored is None:
+        units = []
+        part = hidden[: sensitivity.WINDOWS]
+        for index, path in enumerate(walker.paths):
+            progress("budget", index, len(walker.paths), path)
+            walker.load(index)
+            units += sensitivity.measure_block(walker, index, part, recipe)
+            part = walker.forward(index, part)
+            walker.release(index)
+        progress("budget", len(walker.paths), len(walker.paths), "")
+        work.save_facts("sensitivity", [unit.to_dict() for unit in units])
+    else:
+        try:
+            units = [sensitivity.Unit.from_dict(unit) for unit in stored]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{work.path} holds a damaged sensitivity file; delete the folder to start anew"
+            ) from error
+    chosen = sensitivity.choose(units, recipe.budget, recipe.dense_layers)
+    result.budget = {
+        "fraction": recipe.budget,
+        "bytes_if_all_dense": sum(unit.nbytes for unit in units),
+        "bytes_kept_dense": sum(unit.nbytes for unit in chosen),
+        "error_added": sum(unit.sparse for unit in units),
+        "error_saved": sum(unit.sparse - unit.dense for unit in chosen),
+        "kept_dense": [unit.to_dict() for unit in chosen],
+        "pruned": [unit.to_dict() for unit in units if unit not in chosen],
+    }
+    names = tuple(glob.escape(name) for unit in chosen for name in unit.layers)
+    return replace(recipe, dense_layers=recipe.dense_layers + names)
 
 
 def _recover(
@@ -188,7 +254,7 @@ def _solve_block(
     weights: dict[str, QuantWeight] = {}
     reports: list[report.LayerReport] = []
     for group in walker.model.architecture.linears:
-        named = {f"{path}.{name}": block.get_submodule(name) for name in group if _has(block, name)}
+        named = present(block, path, group)
         skipped = [name for name in named if matches(name, recipe.ignore)]
         result.ignored += skipped
         linears = {name: module for name, module in named.items() if name not in skipped}
@@ -211,86 +277,26 @@ def _solve_block(
     return weights, reports
 
 
-def _has(block: nn.Module, name: str) -> bool:
-    try:
-        block.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def solve_group(
-    linears: dict[str, nn.Linear], hessian: Hessian, recipe: Recipe
-) -> dict[str, tuple[QuantWeight, report.LayerReport]]:
-    """Solves linears that read the same input; those of one scheme are stacked, so that a sweep costs once."""
-    method = methods.METHODS[recipe.method]
-    names = list(linears)
-    h = hessian.mean(names[0])
-    out: dict[str, tuple[QuantWeight, report.LayerReport]] = {}
-    for sparse in (True, False):
-        chosen = [n for n in names if (method.prunes and not matches(n, recipe.dense_layers)) == sparse]
-        if not chosen:
-            continue
-        scheme = recipe.scheme(sparse)
-        begin = time.perf_counter()
-        stacked = torch.cat([linears[name].weight.detach().float() for name in chosen])
-        if not stacked.isfinite().all():
-            raise ShapeError(f"{', '.join(chosen)}: the dense weight holds NaN or Inf")
-        problem = methods.Problem.of(stacked, h, scheme, recipe.damping)
-        solved = method.solve(problem)
-        naive = dequantize(methods.magnitude(problem))
-        values = dequantize(solved)
-        took = time.perf_counter() - begin
-        remarks = [problem.factor.remark] if problem.factor.remark else []
-        if hessian.skipped:
-            remarks.append(
-                f"{hessian.skipped} of {hessian.skipped + hessian.tokens} tokens have non-finite inputs and were left"
-                " out; calibrate in float32 or bfloat16"
-            )
-        row = 0
-        for name in chosen:
-            n = linears[name].out_features
-            rows = slice(row, row + n)
-            row += n
-            weight = _rows(solved, rows)
-            out[name] = (
-                weight,
-                report.LayerReport(
-                    name=name,
-                    n=n,
-                    k=stacked.shape[1],
-                    scheme=str(scheme),
-                    naive=relative_error(stacked[rows], naive[rows], h),
-                    error=relative_error(stacked[rows], values[rows], h),
-                    sparsity=float((values[rows] == 0).float().mean()),
-                    seconds=took * n / stacked.shape[0],
-                    remark="; ".join(remarks) or None,
-                ),
-            )
-    return out
-
-
-def _rows(weight: QuantWeight, rows: slice) -> QuantWeight:
-    return QuantWeight(weight.scheme, **{name: t[rows].contiguous().cpu() for name, t in weight.tensors().items()})
-
-
 def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     """Bytes that the run will need at its worst moment, from shapes alone: one block, two copies of the hidden states,
-    and the solver's working set for the largest group of linears; or, if that is more, recovery with both models."""
+    and the solver's working set for the largest group of linears; or, if that is more, a block's reconstruction, or
+    recovery with both models."""
     block = walker.net.get_submodule(walker.paths[0])
     weights = sum(p.numel() for p in block.parameters())
     width = int(dense.config.get("hidden_size", 0))
-    hidden = 2 * recipe.num_samples * recipe.seq_len * width
+    hidden = (4 if recipe.reconstruct else 2) * recipe.num_samples * recipe.seq_len * width
     solver = 0
     for group in dense.architecture.linears:
-        linears = [m for name in group if _has(block, name) and isinstance(m := block.get_submodule(name), nn.Linear)]
+        linears = [m for m in present(block, "", group).values() if isinstance(m, nn.Linear)]
         if linears:
             n, k = sum(m.out_features for m in linears), linears[0].in_features
             solver = max(solver, 8 * k * k + 12 * n * k)
     inside = f"{dense.architecture.blocks}."
     outside = sum(p.numel() for name, p in walker.net.named_parameters() if not name.startswith(inside))
     interpreter = 500_000_000
-    blocks = 4 * max(weights + hidden + solver, outside + hidden) + interpreter
+    # Training a block holds, in float32: code, gradient, two moments, and the value on the grid with its scale.
+    training = 6 * weights if recipe.reconstruct else 0
+    blocks = 4 * max(weights + hidden + max(solver, training), outside + hidden) + interpreter
     if not (recipe.recover or recipe.recover_steps):
         return blocks
     # Per trained weight: code, gradient and two moments in float32, the rounded value, its scale and the finished

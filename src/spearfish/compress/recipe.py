@@ -23,6 +23,10 @@ class Recipe:
     (both). num_samples windows of seq_len tokens each. recover: seconds of distillation from the dense model
     afterwards, 0 for none; recover_steps counts its steps instead, so that two runs give the same.
 
+    reconstruct: steps of training for each block, on its codes and scales, before the next is begun; 0 for none.
+    budget: share of the linears' bytes, counted as if all were dense, that stays dense in `bits`, where pruning would
+    add the most error per byte; 0 for none.
+
     damping is a share of the Hessian's mean diagonal. A tenth, ten times what GPTQ takes, loses a little on the
     calibration text and wins more on any other: with presidents' addresses as calibration text, SmolLM2's layers lose
     5.9 % instead of 6.2 % of their output on encyclopaedia prose.
@@ -42,6 +46,8 @@ class Recipe:
     recover: float = 0.0
     recover_text: str = "articles"
     recover_steps: int | None = None
+    reconstruct: int = 0
+    budget: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.seq_len < 2:
@@ -51,6 +57,11 @@ class Recipe:
             )
         if self.recover < 0 or self.damping <= 0:
             raise SpearfishError(f"recover {self.recover} and damping {self.damping} must not be negative or zero")
+        if self.reconstruct < 0 or not 0 <= self.budget < 1:
+            raise SpearfishError(
+                f"reconstruct counts steps and budget is a share from 0 up to 1, got {self.reconstruct} and"
+                f" {self.budget}"
+            )
         self.scheme(sparse=True)
 
     @classmethod

@@ -38,6 +38,8 @@ class Report:
     calibration: dict[str, Any]
     layers: list[LayerReport] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    reconstruct: list[dict[str, Any]] = field(default_factory=list)
+    budget: dict[str, Any] | None = None
     recover: dict[str, Any] | None = None
     bytes_before: int = 0
     bytes_after: int = 0

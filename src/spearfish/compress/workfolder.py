@@ -92,19 +92,26 @@ class WorkFolder:
     def _block(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
 
-    def save_block(self, index: int, weights: dict[str, QuantWeight], reports: list[LayerReport]) -> None:
-        """Keeps the weights of one block, by full module name."""
+    def save_block(
+        self,
+        index: int,
+        weights: dict[str, QuantWeight],
+        reports: list[LayerReport],
+        outcome: dict[str, Any] | None = None,
+    ) -> None:
+        """Keeps the weights of one block, by full module name, and what its reconstruction came to."""
         tensors = {f"{name}.{part}": t for name, w in weights.items() for part, t in w.to("cpu").tensors().items()}
         schemes = {name: asdict(weight.scheme) for name, weight in weights.items()}
-        facts = {"schemes": schemes, "reports": [asdict(report) for report in reports]}
+        facts = {"schemes": schemes, "reports": [asdict(report) for report in reports], "outcome": outcome}
         save_atomically(tensors, self._block(index), facts)
 
-    def load_block(self, index: int) -> tuple[dict[str, QuantWeight], list[LayerReport]]:
+    def load_block(self, index: int) -> tuple[dict[str, QuantWeight], list[LayerReport], dict[str, Any] | None]:
         """Inverse of `save_block`. Raises FormatError on a damaged file."""
         file = self._block(index)
         tensors, facts = load_with_facts(file)
         try:
-            return self._weights(tensors, facts["schemes"]), [LayerReport(**report) for report in facts["reports"]]
+            reports = [LayerReport(**report) for report in facts["reports"]]
+            return self._weights(tensors, facts["schemes"]), reports, facts["outcome"]
         except _DAMAGE as error:
             raise _damaged(file, error) from error
 
@@ -122,18 +129,34 @@ class WorkFolder:
             for name, scheme in schemes.items()
         }
 
-    def save_hidden(self, next_block: int, hidden: torch.Tensor) -> None:
-        """Called after the block before `next_block` is safe."""
-        save_atomically({"hidden": hidden}, self.path / "hidden.safetensors", {"next": next_block})
+    def save_hidden(self, next_block: int, hidden: torch.Tensor, goal: torch.Tensor | None = None) -> None:
+        """Called after the block before `next_block` is safe. goal: what the dense model has at this place, if it is
+        wanted."""
+        tensors = {"hidden": hidden} | ({} if goal is None else {"goal": goal})
+        save_atomically(tensors, self.path / "hidden.safetensors", {"next": next_block})
 
-    def load_hidden(self) -> tuple[int, torch.Tensor | None]:
-        """The next block to do and what it receives: 0 and None at the start."""
+    def load_hidden(self) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+        """The next block to do, what it receives, and what the dense model has there: 0 and None at the start."""
         file = self.path / "hidden.safetensors"
         if not file.exists():
-            return 0, None
+            return 0, None, None
         tensors, facts = load_with_facts(file)
         try:
-            return int(facts["next"]), tensors["hidden"]
+            return int(facts["next"]), tensors["hidden"], tensors.get("goal")
+        except _DAMAGE as error:
+            raise _damaged(file, error) from error
+
+    def save_facts(self, name: str, facts: Any) -> None:
+        """Keeps what JSON can hold under a name of its own."""
+        save_atomically({"empty": torch.empty(0)}, self.path / f"{name}.safetensors", {"kept": facts})
+
+    def load_facts(self, name: str) -> Any:
+        """Inverse of `save_facts`; None if there is nothing yet. Raises FormatError on a damaged file."""
+        file = self.path / f"{name}.safetensors"
+        if not file.exists():
+            return None
+        try:
+            return load_with_facts(file)[1]["kept"]
         except _DAMAGE as error:
             raise _damaged(file, error) from error
 

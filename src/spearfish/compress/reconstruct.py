@@ -1,0 +1,160 @@
+"""Block-wise reconstruction: after a block is solved, its codes and scales learn from the dense block, masks frozen.
+
+The layers were solved one by one, each for its own output. Here all of a block's kept weights move together so that
+the block's output comes close to what the dense model has at this place, on the hidden states that the compressed
+blocks in front really give: a block then also makes good some of what they lost. Nothing is added to the model.
+
+One block, its gradients and three sets of hidden states are in memory at a time. The result depends on the recipe and
+the seed alone, so a block that was interrupted is done again to the same bits (on a CPU with as many threads).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from spearfish.compress.recover import GridLinear, rate_at
+from spearfish.compress.walk import Walker
+from spearfish.errors import SpearfishError
+from spearfish.reference import dequantize
+from spearfish.scheme import QuantWeight
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tokens: per step. rate: largest learning rate of the codes, in codes per step; scales move by `scale_rate` of
+    themselves. Rounding fades in until `rounded` of the steps are done. held_out: share of the windows that are not
+    trained on but judge the result."""
+
+    steps: int
+    tokens: int = 1024
+    rate: float = 0.05
+    scale_rate: float = 1e-3
+    warmup: float = 0.05
+    rounded: float = 0.5
+    held_out: float = 0.125
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one block: mean over the held-out tokens of ‖h − ĥ‖² / ‖h‖², h being the dense model's hidden state after the
+    block and ĥ the compressed one's. kept: False if training did not lower it; the block then stays as it was."""
+
+    block: str
+    before: float
+    after: float
+    kept: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def distance(out: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ‖out − goal‖² / ‖goal‖² for [..., width]: token by token, so that a few huge ones do not own
+    it."""
+    size = goal.float().square().sum(-1).clamp_min(1e-6)
+    return ((out.float() - goal.float()).square().sum(-1) / size).mean()
+
+
+def reconstruct(
+    walker: Walker,
+    index: int,
+    weights: dict[str, QuantWeight],
+    hidden: torch.Tensor,
+    goal: torch.Tensor,
+    settings: Settings,
+) -> tuple[dict[str, QuantWeight], Outcome]:
+    """Trains the block's `weights` (by full module name) so that `hidden` [count, length, width] becomes `goal`.
+
+    The loaded block ends up holding the values of the weights that are returned. Raises SpearfishError if the loss is
+    not finite.
+    """
+    path = walker.paths[index]
+    block = walker.net.get_submodule(path)
+    plain = {name: walker.net.get_submodule(name) for name in weights}
+    training, judging = split(len(hidden), settings.held_out, settings.seed + index)
+    before = float(distance(walker.forward(index, hidden[judging]), goal[judging]))
+    dtype = torch.bfloat16 if walker.fast else torch.float32
+    layers = {
+        name: GridLinear(weight, plain[name].bias, walker.device, dtype)  # type: ignore[arg-type]
+        for name, weight in weights.items()
+    }
+    try:
+        for name, layer in layers.items():
+            _put(walker.net, name, layer)
+        _train(walker, index, block, list(layers.values()), hidden[training], goal[training], settings)
+    finally:
+        for name, module in plain.items():
+            _put(walker.net, name, module)
+    trained = {name: layer.packed() for name, layer in layers.items()}
+    _fill(plain, trained)
+    after = float(distance(walker.forward(index, hidden[judging]), goal[judging]))
+    kept = after < before
+    if not kept:
+        _fill(plain, weights)
+    return trained if kept else weights, Outcome(path, before, after, kept)
+
+
+def split(count: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of `count` windows train and which judge, at least one each; a single window does both."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    judges = max(1, round(count * share))
+    return (order[judges:], order[:judges]) if count > judges else (order, order)
+
+
+def _train(
+    walker: Walker,
+    index: int,
+    block: nn.Module,
+    layers: list[GridLinear],
+    hidden: torch.Tensor,
+    goal: torch.Tensor,
+    settings: Settings,
+) -> None:
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": [layer.codes for layer in layers], "share": settings.rate},
+            {"params": [layer.log_scales for layer in layers], "share": settings.scale_rate},
+        ],
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=True,
+    )
+    per_step = min(max(1, settings.tokens // hidden.shape[1]), len(hidden))
+    generator = torch.Generator().manual_seed(settings.seed + index)
+    order = torch.empty(0, dtype=torch.int64)
+    for step in range(settings.steps):
+        fraction = step / settings.steps
+        if len(order) < per_step:
+            order = torch.randperm(len(hidden), generator=generator)
+        rows, order = order[:per_step], order[per_step:]
+        share = 1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded)
+        for layer in layers:
+            layer.share = share
+        with torch.enable_grad(), torch.autocast(walker.device.type, torch.bfloat16, enabled=walker.fast):
+            result = block(hidden[rows].to(walker.device), **walker.arguments[index])
+            out = result[0] if isinstance(result, tuple) else result
+            loss = distance(out, goal[rows].to(walker.device))
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise SpearfishError(f"{walker.paths[index]}: the loss is {value} in step {step} of its reconstruction")
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in optimiser.param_groups:
+            group["lr"] = group["share"] * rate_at(fraction, settings.warmup)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+
+def _put(net: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(net.get_submodule(parent), leaf, module)
+
+
+def _fill(linears: dict[str, nn.Module], weights: dict[str, QuantWeight]) -> None:
+    for name, linear in linears.items():
+        linear.weight.data.copy_(dequantize(weights[name]))  # type: ignore[operator]
