@@ -42,7 +42,7 @@ docs: $(VENV)/.dev  ## write the generated pages (docs/cli.md)
 	@$(BIN)/python docs/generate.py
 
 clean:  ## remove the virtual environment, caches and the demo's results
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer"; exit 1; }

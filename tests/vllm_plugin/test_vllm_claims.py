@@ -84,6 +84,33 @@ def test_a_file_that_does_not_say_so_is_looked_into(int4: Shop, tmp_path: Path) 
             assert plugin.claim(written, None, SimpleNamespace(_name_or_path=str(folder))) == claimed
 
 
+def test_what_cannot_be_looked_into_is_ours_only_if_we_wrote_it(int4: Shop, tmp_path: Path) -> None:
+    """The hub's cache holds the config before the weights; a folder may also be damaged."""
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_bytes((int4.as_format("ct-pack-quantized") / "config.json").read_bytes())
+    (damaged / "model.safetensors").write_bytes(b"nothing")
+    config_only = tmp_path / "config-only"
+    config_only.mkdir()
+    block = CT | {"format": "pack-quantized"}
+    for name in (str(damaged), str(config_only), "nobody/no-such-model"):
+        assert plugin.claim(block, None, SimpleNamespace(_name_or_path=name)) is None
+        assert plugin.claim(block | OURS, None, SimpleNamespace(_name_or_path=name)) == "gptq_marlin_24"
+
+
+def test_quantised_experts_are_left_to_vllm(tmp_path: Path) -> None:
+    """Where vLLM can run the file, if only dense, we do not take it to refuse it."""
+    from spearfish.checkpoint import CheckpointWriter
+    from tiny import round_to_nearest
+
+    folder = tmp_path / "moe"
+    with CheckpointWriter(folder, config={"model_type": "mixtral"}, format="ct-pack-quantized") as writer:
+        for name in ("model.layers.0.mlp.experts.0.down_proj", "model.layers.0.self_attn.q_proj"):
+            writer.add_weight(name, round_to_nearest(torch.randn(64, 64), 4, 32))
+    for written in (CT | {"format": "pack-quantized"}, CT | {"format": "pack-quantized"} | OURS):
+        assert plugin.claim(written, None, SimpleNamespace(_name_or_path=str(folder))) is None
+
+
 def test_vllms_own_names_are_never_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     before = {name: host.get_quantization_config(name) for name in ("gptq", "gptq_marlin", "compressed-tensors")}
     theirs = before["gptq"]

@@ -108,17 +108,21 @@ def _is_24(block: Mapping[str, Any], quant: QuantConfig, hf_config: Any) -> bool
 
 @lru_cache(maxsize=8)
 def _looks_24(name: str) -> bool | None:
-    """Whether any of the smallest layers of a folder is 2:4; None if there is no folder to look into."""
+    """Whether any of the smallest layers of a folder is 2:4; None if there is nothing that can be looked into. Models
+    with quantised experts are not: vLLM runs those dense, and we would refuse them."""
     folder = _local(name)
-    if folder is None:
+    # The hub's cache holds the config before it holds weights.
+    if folder is None or not any(folder.glob("*.safetensors")):
         return None
     try:
         checkpoint = open_checkpoint(folder)
+        if any("experts" in layer.split(".") for layer in checkpoint.linears):
+            return False
         smallest = sorted(checkpoint.linears.values(), key=lambda info: info.nbytes)[:_SAMPLES]
         return any(checkpoint.weight(info.name).scheme.is_sparse for info in smallest)
     except SpearfishError as error:
-        logger.warning("spearfish leaves %s to vLLM: %s", name, error)
-        return False
+        logger.warning("spearfish cannot look into %s: %s", name, error)
+        return None
 
 
 def _local(name: str, revision: str | None = None, download: bool = False) -> Path | None:
