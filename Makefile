@@ -93,8 +93,8 @@ fuzz: $(VENV)/.dev  ## mutated files for every reader, FUZZ_SECONDS=300; steered
 	    nice -n 15 $(BIN)/python tests/fuzz/campaign.py --mode atheris --target $$target --seconds 25 2>/dev/null \
 	    || exit 1; done; else echo "for the steered half: $(PIP) install -e '.[fuzz]'"; fi
 
-kill: $(VENV)/.dev  ## end compress, convert and the kernel cache at 80 random points, fill their disk, compare
-	@$(BIN)/python tests/fuzz/killing.py --points 80
+kill: $(VENV)/.dev  ## end compress, convert and the kernel cache at 120 random points, fill their disk, compare
+	@$(BIN)/python tests/fuzz/killing.py --points 120
 
 dist: $(VENV)/.dev  ## sdist, wheel, a clean environment, import and a tiny end-to-end; prints the wheel's size
 	@$(BIN)/python tests/clean_install.py

@@ -1,6 +1,6 @@
 """Kill compress, convert and the kernel cache at random points, and fill their disk; then look what is left.
 
-`python tests/fuzz/killing.py --points 60`, or `make kill`. Each point forks a process, ends it with SIGKILL at a random
+`python tests/fuzz/killing.py`, or `make kill`. Each point forks a process, ends it with SIGKILL at a random
 moment or at a random file operation, and checks: the output folder is absent, the old one or complete; running again
 gives the files of an undisturbed run byte for byte; nothing is left beside them. For a full disk the process may write
 only files of a random size, and where the rights allow it there is a real file system of a random size too.
@@ -313,7 +313,7 @@ def full_disk(place: Path, points: int, seed: int) -> Counter[str] | str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=60, help="over all jobs")
+    parser.add_argument("--points", type=int, default=120, help="over all jobs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="append the counts as one line of JSON")
     options = parser.parse_args()
