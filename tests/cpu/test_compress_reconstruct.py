@@ -241,13 +241,15 @@ def test_a_mixed_checkpoint_keeps_the_budget_and_runs(place: Path, reports: dict
     report = compress(place / "dense", place / "mixed", recipe(place, budget=0.25), fast=False)
     assert report.budget is not None
     kept = [name for unit in report.budget["kept_dense"] for name in unit["layers"]]
-    assert 0 < report.budget["bytes_kept_dense"] <= 0.25 * report.budget["bytes_if_all_dense"]
+    total = report.budget["bytes_if_all_dense"]
+    assert 0 < report.budget["bytes_kept_dense"] <= 0.25 * total
     assert "model.layers.2.mlp.down_proj" in kept  # the one that writes eight times as much
     checkpoint = open_checkpoint(place / "mixed")
     assert {name for name, info in checkpoint.linears.items() if info.scheme.sparsity == "dense"} == set(kept)
     assert len(kept) + sum(len(unit["layers"]) for unit in report.budget["pruned"]) == len(checkpoint.linears) == 21
     gains = [(u["sparse"] - u["dense"]) / u["nbytes"] for u in report.budget["kept_dense"]]
     assert gains == sorted(gains, reverse=True)
+    assert report.budget["dense_by_recipe"] == []
     # It loads and computes what its dequantised weights say, and lies nearer to the dense model than all pruned.
     tokens = cut_windows(load_dense(place / "dense").tokenizer(), read_text(str(place / "other.txt")), 32)[:8]
     model = spearfish.load(place / "mixed", device="cpu")
@@ -260,7 +262,11 @@ def test_a_mixed_checkpoint_keeps_the_budget_and_runs(place: Path, reports: dict
     units = [Unit.from_dict(unit) for part in ("kept_dense", "pruned") for unit in report.budget[part]]
     backwards = [Unit(unit.layers, unit.nbytes, unit.nbytes / unit.saved_per_byte, 0.0) for unit in units]
     worst = tuple(name for unit in choose(backwards, 0.25) for name in unit.layers)
-    compress(place / "dense", place / "worst", recipe(place, dense_layers=worst), fast=False)
+    # With these asked for by name, the budget is used up, and the report says so.
+    asked = recipe(place, dense_layers=worst, budget=report.budget["bytes_kept_dense"] / total * 0.5)
+    spent = compress(place / "dense", place / "worst", asked, fast=False).budget
+    assert spent is not None and spent["kept_dense"] == []
+    assert sorted(name for unit in spent["dense_by_recipe"] for name in unit["layers"]) == sorted(worst)
     misspent = states(place, "worst", tokens)
     assert distance(mixed[-1], goal[-1]) < distance(misspent[-1], goal[-1]) < distance(pruned[-1], goal[-1])
 

@@ -198,14 +198,16 @@ def _within_budget(
                 f"{work.path} holds a damaged sensitivity file; delete the folder to start anew"
             ) from error
     chosen = sensitivity.choose(units, recipe.budget, recipe.dense_layers)
+    fixed = [unit for unit in units if unit.is_dense_in(recipe.dense_layers)]
     result.budget = {
         "fraction": recipe.budget,
         "bytes_if_all_dense": sum(unit.nbytes for unit in units),
-        "bytes_kept_dense": sum(unit.nbytes for unit in chosen),
+        "bytes_kept_dense": sum(unit.nbytes for unit in chosen + fixed),
         "error_added": sum(unit.sparse for unit in units),
-        "error_saved": sum(unit.sparse - unit.dense for unit in chosen),
+        "error_saved": sum(unit.sparse - unit.dense for unit in chosen + fixed),
         "kept_dense": [unit.to_dict() for unit in chosen],
-        "pruned": [unit.to_dict() for unit in units if unit not in chosen],
+        "dense_by_recipe": [unit.to_dict() for unit in fixed],
+        "pruned": [unit.to_dict() for unit in units if unit not in chosen + fixed],
     }
     names = tuple(glob.escape(name) for unit in chosen for name in unit.layers)
     return replace(recipe, dense_layers=recipe.dense_layers + names)

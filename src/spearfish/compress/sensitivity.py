@@ -44,6 +44,10 @@ class Unit:
     def saved_per_byte(self) -> float:
         return (self.sparse - self.dense) / self.nbytes
 
+    def is_dense_in(self, dense_layers: tuple[str, ...]) -> bool:
+        """Whether a recipe's patterns keep all of it dense anyway."""
+        return all(matches(name, dense_layers) for name in self.layers)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"layers": list(self.layers)}
 
@@ -99,7 +103,7 @@ def choose(units: list[Unit], budget: float, fixed: tuple[str, ...] = ()) -> lis
     left = budget * sum(unit.nbytes for unit in units)
     free = []
     for unit in units:
-        if all(matches(name, fixed) for name in unit.layers):
+        if unit.is_dense_in(fixed):
             left -= unit.nbytes
         else:
             free.append(unit)
