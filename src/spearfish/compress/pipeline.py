@@ -21,6 +21,7 @@ from torch import nn
 
 from spearfish import checkpoint, models, text
 from spearfish.compress import methods, reconstruct, report, sensitivity
+from spearfish.compress.fit import refuse_unfit
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
 from spearfish.compress.recover import Recovery, Settings
@@ -79,6 +80,7 @@ def compress(
         dense.config.get("max_position_embeddings"),
     )
     walker = Walker(dense, device, fast)
+    refuse_unfit(walker, recipe, format)
     result = report.Report(
         model=dense.name,
         out=str(out),
