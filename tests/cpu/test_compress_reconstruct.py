@@ -15,6 +15,7 @@ import torch
 import tiny
 from spearfish import sparse24
 from spearfish.checkpoint import open_checkpoint
+from spearfish.checkpoint.reader import LAYER_FORMATS
 from spearfish.compress import Recipe, Report, compress, reconstruct
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.reconstruct import distance, split
@@ -22,6 +23,7 @@ from spearfish.compress.sensitivity import Unit, choose, dense_bytes, measure_bl
 from spearfish.compress.solve import solve_group
 from spearfish.compress.walk import Walker
 from spearfish.errors import SpearfishError
+from spearfish.formats import FORMATS
 from spearfish.models import load_dense
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantScheme
@@ -269,6 +271,23 @@ def test_a_mixed_checkpoint_keeps_the_budget_and_runs(place: Path, reports: dict
     assert sorted(name for unit in spent["dense_by_recipe"] for name in unit["layers"]) == sorted(worst)
     misspent = states(place, "worst", tokens)
     assert distance(mixed[-1], goal[-1]) < distance(misspent[-1], goal[-1]) < distance(pruned[-1], goal[-1])
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_what_a_format_holds_pruned_it_holds_dense(form: str) -> None:
+    """So a budget may keep any layer dense, whatever it chooses."""
+    weights = [(n, k, bits) for n in (32, 64, 96, 192) for k in (32, 36, 48, 64, 192, 576) for bits in (4, 8)]
+    held = 0
+    for n, k, bits in weights:
+        for group in (32, 96, 128, None):
+            pruned, dense = (
+                tiny.round_to_nearest(torch.ones(n, k), bits, group, sparse=sparse) for sparse in (True, False)
+            )
+            if not FORMATS[form].refusals(pruned):
+                held += 1
+                dense_form = LAYER_FORMATS.get(form, (form,))[-1]
+                assert not FORMATS[dense_form].refusals(dense), (n, k, bits, group)
+    assert held or form in ("dense", "ct-sparse-24-bitmask", "ct-sparse-bitmask", "marlin")
 
 
 def test_refusals(place: Path) -> None:
