@@ -116,7 +116,7 @@ class Runner:
 
     def execute(self, target: Any, data: bytes) -> str:
         """One input: "accepted", "refused" or "finding"."""
-        begin = time.perf_counter()
+        begin = time.process_time()  # on a busy machine the clock tells of the others
         try:
             with self.guard.watch():
                 outcome = "accepted" if target.run(data) else "refused"
@@ -127,7 +127,7 @@ class Runner:
         except (Exception, TooSlow, Forbidden) as error:  # noqa: BLE001 (whatever else escapes is what we look for)
             outcome = "finding"
             self._note(target.name, data, error)
-        took = time.perf_counter() - begin
+        took = time.process_time() - begin
         self.slowest[target.name] = max(self.slowest.get(target.name, 0), took)
         self.counts[target.name]["executions"] += 1
         self.counts[target.name][outcome] += 1
@@ -157,7 +157,7 @@ class Runner:
             "executions": sum(c["executions"] for c in self.counts.values()),
             "findings": self.findings,
             "memory_growth_mib": round(self.growth() / 2**20),
-            "slowest_ms": {name: round(1000 * took, 1) for name, took in self.slowest.items()},
+            "slowest_cpu_ms": {name: round(1000 * took, 1) for name, took in self.slowest.items()},
             "targets": {name: dict(c) for name, c in self.counts.items()},
             "versions": versions(),
         }
