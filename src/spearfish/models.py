@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spearfish.cache import cache_folder
 from spearfish.checkpoint.safefile import Entry, find_tensors, read_json, read_tensor
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 
@@ -54,12 +54,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # Everything besides the weights that a model folder needs to be used again.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-
-
-def cache_dir() -> Path:
-    """`SPEARFISH_CACHE_DIR`, or `~/.cache/spearfish`."""
-    chosen = os.environ.get("SPEARFISH_CACHE_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "spearfish"
 
 
 def need_transformers(purpose: str) -> Any:
@@ -315,7 +309,7 @@ def convert_gguf(file: Path) -> Path:
     second, the GGUF itself many. Weights are stored in float16."""
     with file.open("rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()[:16]
-    folder = cache_dir() / "dense" / f"{file.stem}-{digest}"
+    folder = cache_folder() / "dense" / f"{file.stem}-{digest}"
     if (folder / "config.json").exists():
         return folder
     transformers = need_transformers("reading GGUF")

@@ -19,6 +19,7 @@ PACKAGE = Path(spearfish.__file__).parent
 # A part may import itself and the parts named here; "a b" also stands for all that a and b may import.
 ARROWS = {
     "errors": "",
+    "cache": "",
     "scheme": "errors",
     "sparse24": "scheme",
     "layouts": "scheme",
@@ -26,11 +27,11 @@ ARROWS = {
     "formats": "reference",
     "quantization": "formats",
     "checkpoint": "quantization",
-    "models": "checkpoint",
+    "models": "checkpoint cache",
     "text": "errors",
     "compress": "models text",
     "evaluate": "models text",
-    "kernels": "reference",
+    "kernels": "reference cache",
     "nn": "kernels",
     "integrations": "models nn",
     "bench": "compress evaluate integrations",

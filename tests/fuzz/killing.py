@@ -245,6 +245,7 @@ def convert_job(place: Path) -> Job:
 
 def cache_job(place: Path) -> Job:
     """The kernel cache, cold: three small kernels compiled, kept, and read back."""
+    from spearfish.cache import cache_folder
     from spearfish.kernels import jit
     from spearfish.kernels.unpack import FAMILY
 
@@ -262,7 +263,7 @@ def cache_job(place: Path) -> Job:
             return None
         os.environ["SPEARFISH_CACHE_DIR"] = str(folder / "cache")
         jit._cache.cache_clear()
-        cache = jit._cache(str(jit.cache_folder() / "kernels"))
+        cache = jit._cache(str(cache_folder() / "kernels"))
         found = [jit._from_cache(cache, jit._digest(variant), variant) for variant in variants] if cache else []
         return [None if b is None else (hashlib.sha256(b.cubin).hexdigest(), b.resources) for b in found]
 

@@ -189,9 +189,9 @@ def _vllm(broken: list[str]) -> str:
 
 
 def files(broken: list[str]) -> Rows:
-    from spearfish.models import cache_dir
+    from spearfish.cache import cache_folder
 
-    cache = cache_dir()
+    cache = cache_folder()
     place = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not os.access(place, os.W_OK):
         broken.append(f"the cache {cache} cannot be written; set SPEARFISH_CACHE_DIR to a folder that can")

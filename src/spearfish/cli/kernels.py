@@ -34,7 +34,7 @@ def build(
     Without --arch and --all: for the GPUs of this machine. Needs no GPU otherwise. The cache is SPEARFISH_CACHE_DIR,
     by default the user's cache folder.
     """
-    from spearfish.kernels.jit import cache_folder
+    from spearfish.cache import cache_folder
 
     started = time.perf_counter()
     binaries = _compile(_architectures(arch, every), jobs)

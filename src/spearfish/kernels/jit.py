@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from importlib import import_module, resources
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from spearfish.cache import cache_folder
 from spearfish.errors import CompileError, UnsupportedError
 
 log = logging.getLogger("spearfish")
@@ -83,14 +83,6 @@ class Binary:
     cubin: bytes = field(repr=False)
     resources: Resources = field(repr=False)
     seconds: float = 0.0
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels lie: SPEARFISH_CACHE_DIR, else the user's cache folder."""
-    chosen = os.environ.get("SPEARFISH_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spearfish"
 
 
 @lru_cache(maxsize=16)
