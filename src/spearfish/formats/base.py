@@ -188,6 +188,21 @@ def check_bits(bits: int, declared: Declared, name: str, tensor: str) -> None:
         )
 
 
+def marlin_refusals(weight: QuantWeight, k_multiple: int, n_multiple: int) -> list[str]:
+    """What neither a dense nor a sparse Marlin file can hold of `weight`."""
+    reasons = []
+    if weight.scheme.bits == 16:
+        reasons.append("its values are 16 bit: quantise them (--bits), or use ct-sparse-24-bitmask or dense")
+    if weight.zeros is not None:
+        reasons.append("it has zero points (gptq, gptq_v2 and ct-pack-quantized hold them)")
+    if weight.group_index is not None:
+        reasons.append("it has an act-order group index (gptq, gptq_v2 and ct-pack-quantized hold it)")
+    for letter, size, multiple in (("k", weight.k, k_multiple), ("n", weight.n, n_multiple)):
+        if size % multiple:
+            reasons.append(f"{letter} = {size} is not a multiple of {multiple} (--pad adds zeros)")
+    return reasons + scale_refusals(weight)
+
+
 def scale_refusals(weight: QuantWeight) -> list[str]:
     """Why the scales cannot be written as fp16: every scale that multiplies a non-zero value must survive."""
     scales = weight.scales

@@ -30,8 +30,8 @@ from spearfish.formats.base import (
     gptq_config,
     group_size,
     half_scales,
+    marlin_refusals,
     need,
-    scale_refusals,
 )
 from spearfish.scheme import QuantScheme, QuantWeight
 
@@ -93,16 +93,7 @@ class Marlin24(Format):
         reasons = []
         if not weight.scheme.is_sparse:
             reasons.append("it is dense (marlin, gptq and ct-pack-quantized hold dense codes)")
-        if weight.scheme.bits == 16:
-            reasons.append("its values are 16 bit: quantise them (--bits), or use ct-sparse-24-bitmask or dense")
-        if weight.zeros is not None:
-            reasons.append("it has zero points (gptq, gptq_v2 and ct-pack-quantized hold them)")
-        if weight.group_index is not None:
-            reasons.append("it has an act-order group index (gptq, gptq_v2 and ct-pack-quantized hold it)")
-        for letter, size, multiple in (("k", weight.k, self.k_multiple), ("n", weight.n, self.n_multiple)):
-            if size % multiple:
-                reasons.append(f"{letter} = {size} is not a multiple of {multiple} (--pad adds zeros)")
-        return reasons + scale_refusals(weight)
+        return reasons + marlin_refusals(weight, self.k_multiple, self.n_multiple)
 
     def encode(self, weight: QuantWeight, name: str = "weight") -> dict[str, torch.Tensor]:
         self.require(weight, name)
