@@ -27,3 +27,8 @@ class CompileError(SpearfishError):
     def __init__(self, message: str, folder: str = "") -> None:
         super().__init__(message)
         self.folder = folder
+
+
+class OutOfMemoryError(SpearfishError, RuntimeError):
+    """The GPU has no room. Nothing is lost: smaller work goes on. (A RuntimeError, which is what loops that look for
+    the largest batch catch.)"""

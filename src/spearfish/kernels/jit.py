@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from spearfish.cache import cache_folder
-from spearfish.errors import CompileError, UnsupportedError
+from spearfish.errors import CompileError, OutOfMemoryError, UnsupportedError
 
 log = logging.getLogger("spearfish")
 
@@ -284,14 +284,29 @@ def _driver() -> Any:
     return driver
 
 
+_NO_MEMORY, _NO_CONTEXT = 2, 201  # of CUresult
+
+
 def _check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a driver call, or UnsupportedError with the driver's own words."""
+    """The value of a driver call, or UnsupportedError (OutOfMemoryError) with the driver's own words."""
     status, *values = result
     if int(status) != 0:
         name = _driver().cuGetErrorString(status)[1]
         words = name.decode() if isinstance(name, bytes) else str(name)
+        if int(status) == _NO_MEMORY:
+            raise OutOfMemoryError(f"{what}: CUDA out of memory; free some and try again")
         raise UnsupportedError(f"{what}: the driver says {words} ({status.name})")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _make_current(device: int) -> None:
+    """Make the device's context current to this thread, if none is. torch does so at its own first call that needs one;
+    in a new thread ours may come before it."""
+    driver = _driver()
+    if int(_check(driver.cuCtxGetCurrent(), "ask for the context")) == 0:
+        handle = _check(driver.cuDeviceGet(device), f"find device {device}")
+        context = _check(driver.cuDevicePrimaryCtxRetain(handle), f"take the context of device {device}")
+        _check((*driver.cuCtxSetCurrent(context), None), f"make the context of device {device} current")
 
 
 class Function:
@@ -301,7 +316,8 @@ class Function:
         driver = _driver()
         self.variant, self.resources, self.device = binary.variant, binary.resources, device
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes sure that the device's context exists and is current
+            torch.cuda.current_stream()  # makes sure that torch has initialised CUDA
+            _make_current(device)
             # A first call may fall into a graph capture, which by default forbids what a load does inside.
             relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             mode = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), "exchange the capture mode")
@@ -313,20 +329,24 @@ class Function:
             finally:
                 driver.cuThreadExchangeStreamCaptureMode(mode)
         self._dynamic_shared = 0
+        self._lock = threading.Lock()
 
     def allow_shared(self, dynamic: int) -> None:
         """Allow launches with up to `dynamic` bytes of dynamic shared memory."""
-        if dynamic <= max(self._dynamic_shared, 48 * 1024 - self.resources.static_shared):
-            return
-        attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        what = f"allow {dynamic} bytes of shared memory for {self.variant}"
-        _check((*_driver().cuFuncSetAttribute(self.handle, attribute, dynamic), None), what)
-        self._dynamic_shared = dynamic
+        with self._lock:  # or of two threads the one that wants less could have the last word
+            if dynamic <= max(self._dynamic_shared, 48 * 1024 - self.resources.static_shared):
+                return
+            _make_current(self.device)
+            attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            what = f"allow {dynamic} bytes of shared memory for {self.variant}"
+            _check((*_driver().cuFuncSetAttribute(self.handle, attribute, dynamic), None), what)
+            self._dynamic_shared = dynamic
 
     def blocks_per_multiprocessor(self, threads: int, dynamic_shared: int) -> int:
         """Blocks of that size that fit on one multiprocessor at a time."""
         self.allow_shared(dynamic_shared)
         with torch.cuda.device(self.device):
+            _make_current(self.device)
             found = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(self.handle, threads, dynamic_shared)
             return int(_check(found, f"occupancy of {self.variant}"))
 
@@ -402,6 +422,9 @@ class Launcher:
         if stream != self._stream:
             self._config.hStream = self._stream = stream
         status = self._launch()
+        if status == _NO_CONTEXT:
+            _make_current(self.device)
+            status = self._launch()
         if status:
             _check((_driver().CUresult(status), None), f"launch {self.function.variant}")
 
@@ -434,10 +457,10 @@ def tensor_map(
     pointer: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int, bf16: bool
 ) -> bytes:
     """The 128 bytes that describe a matrix of 16-bit values to the copy engine (sm_90 and up): boxes of
-    box_rows x box_columns with 128-byte swizzle, zeros outside the matrix."""
+    box_rows x box_columns with 128-byte swizzle, zeros outside the matrix. The matrix is on torch's current device."""
     driver = _driver()
     two, types = driver.cuuint64_t, driver.CUtensorMapDataType
-    found = driver.cuTensorMapEncodeTiled(
+    arguments = (
         types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         2,
         pointer,
@@ -450,6 +473,10 @@ def tensor_map(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    found = driver.cuTensorMapEncodeTiled(*arguments)
+    if int(found[0]) == _NO_CONTEXT:
+        _make_current(torch.cuda.current_device())
+        found = driver.cuTensorMapEncodeTiled(*arguments)
     words = _check(found, f"describe a [{rows}, {columns}] matrix to the copy engine").opaque
     return b"".join(int(word).to_bytes(8, "little") for word in words)
 
