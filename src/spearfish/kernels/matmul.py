@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from spearfish import reference
-from spearfish.errors import ShapeError, UnsupportedError
+from spearfish.errors import OutOfMemoryError, ShapeError, UnsupportedError
 from spearfish.kernels import jit
 from spearfish.kernels.choose import FAMILY_MODULES, choose
 from spearfish.kernels.config import Bound, Problem, chip_of
@@ -51,11 +52,19 @@ def prepare(
 
     batch_invariant: row r of the product has the same bits whatever other rows stand beside it, for a little speed.
     Scales of groups are rounded to `dtype` if they have another; a scale per row stays float32.
-    `weight` is not changed and not kept. Raises UnsupportedError for a dtype that is no float.
+    `weight` is not changed and not kept. Raises UnsupportedError for a dtype that is no float, OutOfMemoryError if the
+    GPU has no room.
     """
     device = torch.device(device) if device is not None else weight.device
     if not dtype.is_floating_point:
         raise UnsupportedError(f"activations must be a float dtype, got {dtype}")
+    try:
+        return _prepare(weight, device, dtype, batch_invariant)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(f"preparing a weight [n={weight.n}, k={weight.k}]", device, error) from error
+
+
+def _prepare(weight: QuantWeight, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> PreparedWeight:
     reason = _why_no_kernel(weight, device, dtype)
     if reason is None:
         return to_stream(weight, device, dtype, batch_invariant, path="tile stream: " + _kernel_words(device))
@@ -77,6 +86,13 @@ def _why_no_kernel(weight: QuantWeight, device: torch.device, dtype: torch.dtype
     if major < 8:
         reasons.append(f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, the kernels begin at 8.0")
     return "; ".join(reason for reason in reasons if reason) or None
+
+
+def _out_of_memory(what: str, device: torch.device, error: Exception) -> OutOfMemoryError:
+    words = str(error).partition("\n")[0]
+    return OutOfMemoryError(
+        f"CUDA out of memory on {device} while {what}; send fewer tokens at a time or free some memory. torch: {words}"
+    )
 
 
 def _kernel_words(device: torch.device) -> str:
@@ -106,16 +122,20 @@ def matmul(
 ) -> torch.Tensor:
     """x [..., k] times weightᵀ plus bias [n]: [..., n] in the dtype of x, which is the one `prepare` was told.
 
-    x may have any strides. With `out` (contiguous, [..., n]) the result is written there and no gradient is kept.
-    Differentiable with respect to x. Raises ShapeError if x, bias or out do not fit the weight.
+    x may have any strides. With `out` (contiguous, [..., n], sharing no memory with x) the result is written there and
+    no gradient is kept. Differentiable with respect to x. Raises ShapeError if x, bias or out do not fit the weight,
+    OutOfMemoryError if the GPU has no room.
     """
     stream = prepared.stream
     if stream is not None and out is None and _is_plain_call(x, bias):
         # The same as the op below without torch's dispatcher, which takes several times as long as the launch.
         if bias is not None or x.dim() != 2 or x.size(1) != prepared.k or x.dtype is not prepared.dtype:
             _check(x, prepared, bias, out)
-        result = x.new_empty((x.size(0), prepared.n) if x.dim() == 2 else (*x.shape[:-1], prepared.n))
-        _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
+        try:
+            result = x.new_empty((x.size(0), prepared.n) if x.dim() == 2 else (*x.shape[:-1], prepared.n))
+            _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
+        except torch.OutOfMemoryError as error:
+            raise _no_room_for(x, prepared.facts, error) from error
         return result
     _check(x, prepared, bias, out)
     if stream is None:
@@ -123,8 +143,20 @@ def matmul(
         return y if out is None else out.copy_(y)
     if out is None:
         return _op(x, stream, prepared.column_scale, bias, *prepared.facts)  # type: ignore[no-any-return]
-    _run(x, stream, prepared.column_scale, bias, out, prepared.facts)
-    return out
+    try:
+        # The kernels store up to 16 bytes at once.
+        result = torch.empty_like(out) if out.data_ptr() % 16 else out
+        x = x.detach() if x.requires_grad else x
+        bias = bias.detach() if bias is not None and bias.requires_grad else bias
+        _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
+    except torch.OutOfMemoryError as error:
+        raise _no_room_for(x, prepared.facts, error) from error
+    return out if result is out else out.copy_(result)
+
+
+def _no_room_for(x: torch.Tensor, facts: Facts, error: Exception) -> OutOfMemoryError:
+    what = f"multiplying x {list(x.shape)} with a weight [n={facts[1]}, k={facts[2]}]"
+    return _out_of_memory(what, x.device, error)
 
 
 def _is_plain_call(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -151,7 +183,10 @@ _library.define(  # type: ignore[no-untyped-call]
 
 # Bound launches by everything that they depend on. Serving meets many m; the oldest are let go.
 _bound: dict[tuple[object, ...], Bound] = {}
+_bound_lock = threading.Lock()  # for changes; one thread's look-up needs none
 _BOUND_MOST = 4096
+# Launches count rows in 32 bits, a block of them further than they go.
+_MOST_ROWS = (1 << 31) - (1 << 10)
 
 
 def _run(
@@ -169,10 +204,17 @@ def _run(
     m, device = x.size(0), x.get_device()
     if m == 0:
         return
+    if m > _MOST_ROWS:
+        raise ShapeError(f"x has {m} rows, one product takes {_MOST_ROWS} at most: send it in parts")
     if k % 8:
         x = functional.pad(x, (0, -k % 8))
-    elif not (x.is_contiguous() or (x.stride(1) == 1 and x.stride(0) % 8 == 0)) or x.data_ptr() % 16:
+    elif (
+        # Rows must not overlap, as those of an expanded x do: the copy engine refuses that.
+        not (x.is_contiguous() or (x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= k)) or x.data_ptr() % 16
+    ):
         x = x.clone(memory_format=torch.contiguous_format)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     if device != stream.get_device():
         raise ShapeError(f"x is on {x.device}, the weight on {stream.device}")
     if device != torch._C._cuda_getDevice():
@@ -185,9 +227,10 @@ def _run(
         problem = Problem(facts[0], _DTYPES[x.dtype], m, *facts[1:])
         family, config = choose(problem, chip_of(device), kernel_choice())
         bound = family.bind(config, problem, device)
-        while len(_bound) >= _BOUND_MOST:
-            del _bound[next(iter(_bound))]
-        _bound[key] = bound
+        with _bound_lock:
+            while len(_bound) >= _BOUND_MOST:
+                del _bound[next(iter(_bound))]
+            _bound[key] = bound
     bound(x, stream, column_scale, bias, out)
 
 
@@ -196,8 +239,11 @@ def _matmul_cuda(
     x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
 ) -> torch.Tensor:
     known: Facts = facts  # type: ignore[assignment]  # the schema says so
-    out = x.new_empty((*x.shape[:-1], known[1]))
-    _run(x, stream, column_scale, bias, out, known)
+    try:
+        out = x.new_empty((*x.shape[:-1], known[1]))
+        _run(x, stream, column_scale, bias, out, known)
+    except torch.OutOfMemoryError as error:
+        raise _no_room_for(x, known, error) from error
     return out
 
 
@@ -223,7 +269,11 @@ def _dequantize_cuda(
     like: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, *facts: object
 ) -> torch.Tensor:
     known: Facts = facts  # type: ignore[assignment]  # the schema says so
-    return dense_weight(Problem(known[0], _DTYPES[like.dtype], 1, *known[1:]), stream, column_scale, like)
+    try:
+        return dense_weight(Problem(known[0], _DTYPES[like.dtype], 1, *known[1:]), stream, column_scale, like)
+    except torch.OutOfMemoryError as error:
+        what = f"expanding a weight [n={known[1]}, k={known[2]}] for a gradient"
+        raise _out_of_memory(what, like.device, error) from error
 
 
 @torch.library.impl(_library, "dequantize", "CPU")
