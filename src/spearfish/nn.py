@@ -44,11 +44,13 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> QuantWeight:
         """The neutral weight, rebuilt from the tile stream if need be."""
-        if self._neutral is not None:
-            return self._neutral
-        if self._prepared is None:
+        # In this order: another thread may be preparing, which sets the one before it clears the other.
+        neutral, prepared = self._neutral, self._prepared
+        if neutral is not None:
+            return neutral
+        if prepared is None:
             raise ShapeError("this layer has lost its weight")
-        return from_stream(self._prepared)
+        return from_stream(prepared)
 
     @property
     def prepared(self) -> PreparedWeight | None:
@@ -58,10 +60,12 @@ class QuantLinear(nn.Module):
     def prepare(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float16) -> QuantLinear:
         """Prepare for activations of `dtype` on `device` (default: where the weight is) and let go of the rest."""
         weight = self.weight
-        self._prepared = prepare(weight, device, dtype, self.batch_invariant)
-        self._neutral = None if self._prepared.stream is not None else weight
+        prepared = prepare(weight, device, dtype, self.batch_invariant)
         if self.bias is not None:
-            self.bias.data = self.bias.data.to(self._prepared.device, dtype)
+            self.bias.data = self.bias.data.to(prepared.device, dtype)
+        # Last, and in this order: whatever failed above left the layer as it was, and other threads go by these two.
+        self._prepared = prepared
+        self._neutral = None if prepared.stream is not None else weight
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

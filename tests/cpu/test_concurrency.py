@@ -22,7 +22,7 @@ from spearfish.checkpoint import CheckpointWriter, convert, open_checkpoint
 from spearfish.checkpoint.lock import Lock
 from spearfish.compress import Recipe, compress
 from spearfish.errors import SpearfishError
-from spearfish.kernels import jit
+from spearfish.kernels import jit, matmul
 from spearfish.kernels.matmul import prepare
 from spearfish.kernels.prepare import PreparedWeight
 from spearfish.kernels.unpack import FAMILY
@@ -33,7 +33,7 @@ from spearfish.nn import QuantLinear
 # Forks after the imports, so that eight processes reach the cache within milliseconds of each other.
 EIGHT = """
 import hashlib, logging, os, sys
-from spearfish.kernels import jit
+from spearfish.kernels import jit, matmul
 from spearfish.kernels.unpack import FAMILY
 jit._need_cuda_core()
 variants = FAMILY.variants("sm_90")[:3]
@@ -78,7 +78,7 @@ def test_eight_processes_at_a_cold_cache(tmp_path: Path) -> None:
 READ_ONLY = """
 import os
 from cuda.core.utils import FileStreamProgramCache
-from spearfish.kernels import jit
+from spearfish.kernels import jit, matmul
 from spearfish.kernels.unpack import FAMILY
 first, second = FAMILY.variants("sm_90")[:2]
 jit.compile_variant(second, use_cache=False)
@@ -258,3 +258,51 @@ def test_threads_share_a_layer() -> None:
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, i) for i in range(8)]:
             future.result(timeout=100)
+
+
+def test_a_layer_that_could_not_be_prepared_is_as_before() -> None:
+    """Other threads go by `prepared`, so it appears when the bias, too, is where and what it should be."""
+    weight = tiny.round_to_nearest(torch.randn(64, 128, generator=torch.manual_seed(0)))
+    layer, bias = QuantLinear(weight, torch.randn(64)), torch.randn(64)
+    layer.bias = torch.nn.Parameter(bias.to("meta"), requires_grad=False)  # as good as one there is no room for
+    with pytest.raises(NotImplementedError, match="meta"):
+        layer(torch.ones(1, 128))
+    assert layer.prepared is None and layer.weight is weight
+    layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    assert torch.equal(layer(torch.zeros(1, 128))[0], bias)
+
+
+class OneForAll:
+    """A family whose kernels do nothing."""
+
+    def bind(self, *_: object) -> Any:
+        return lambda *_: None
+
+
+def test_threads_that_meet_ever_new_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest bound launches are let go while others look, add and let go."""
+    for name, value in (("choose", lambda *_: (OneForAll(), None)), ("chip_of", lambda _: None), ("_BOUND_MOST", 3)):
+        monkeypatch.setattr(matmul, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # what a tensor on the CPU says, too
+    monkeypatch.setattr(matmul, "_bound", {})
+    stream = torch.empty(0)
+    xs = [torch.empty((m, 8), dtype=torch.float16) for m in range(1, 60)]
+
+    def work(i: int) -> None:
+        for turn in range(3000):
+            matmul._run(xs[(turn + i * 7) % 59], stream, None, None, stream, ("int4_24", 8, 8, 1, False, False))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(matmul._bound) == 3
+
+
+def test_more_rows_than_a_launch_can_count_are_refused() -> None:
+    x = torch.empty((1, 8), dtype=torch.float16).expand(1 << 31, 8)
+    with pytest.raises(SpearfishError, match=r"x has 2147483648 rows.*send it in parts"):
+        matmul._run(x, x, None, None, x, ("int4_24", 8, 8, 1, False, False))
