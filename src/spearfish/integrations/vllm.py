@@ -387,11 +387,18 @@ class Part:
             return torch.full((n, k), 1e-3, dtype=dtype, device=device)
         scheme = self.file.stored.scheme
         width = k // 2 if scheme.is_sparse else k
-        positions = torch.full((n, k // 4), 4, dtype=torch.uint8, device=device) if scheme.is_sparse else None
+        positions = None
+        if scheme.is_sparse:
+            patterns = torch.tensor([low | high << 2 for high in range(4) for low in range(high)], device=device)
+            positions = patterns.to(torch.uint8)[torch.randint(6, (n, k // 4), device=device)]
+        # Values such that activations keep about their size from layer to layer.
+        size = width**-0.5
         if scheme.bits == 16:
-            return QuantWeight(scheme, torch.full((n, width), 1e-3, dtype=dtype, device=device), positions=positions)
+            values = torch.empty((n, width), dtype=dtype, device=device).uniform_(-2 * size, 2 * size)
+            return QuantWeight(scheme, values, positions=positions)
         codes = torch.randint(0, 1 << scheme.bits, (n, width), dtype=torch.uint8, device=device)
-        scales = torch.full((n, scheme.groups(k)), 1e-3, dtype=torch.float16, device=device)
+        scales = torch.empty((n, scheme.groups(k)), dtype=torch.float16, device=device)
+        scales.uniform_(size, 3 * size).div_(1 << (scheme.bits - 1))
         return QuantWeight(replace(scheme, symmetric=True), codes, scales, positions)
 
 
