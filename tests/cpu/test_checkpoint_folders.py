@@ -427,6 +427,13 @@ def test_inspect_notes_what_is_almost_24(tmp_path: Path) -> None:
     assert any(LAYERS[0] in note and "--reproject" in note for note in found.notes)
 
 
+def test_inspect_says_why_pruning_alone_saves_nothing(tmp_path: Path) -> None:
+    plain = inspect(dense_folder(tmp_path / "p", {f"{LAYERS[0]}.weight": torch.ones(128, 256)}))
+    pruned = inspect(dense_folder(tmp_path / "q", {f"{LAYERS[0]}.weight": values(128, 256, 0)}))
+    assert not any("--to marlin_24" in note for note in plain.notes)
+    assert any("zeros take as much room" in note and "--to marlin_24" in note for note in pruned.notes)
+
+
 def test_inspect_counts(tmp_path: Path) -> None:
     out, weights = original(tmp_path / "m")
     found = inspect(out)

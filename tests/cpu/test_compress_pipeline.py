@@ -243,3 +243,37 @@ def test_the_verbs(place: Path) -> None:
     assert answer.exit_code == 0, answer.output
     quality = json.loads(answer.stdout)
     assert quality["predicted"] == 93 and quality["kl"] > 0.001 and quality["perplexity"] > 1
+
+
+def test_pruned_16_bit_values_keep_the_models_type(place: Path, tmp_path: Path) -> None:
+    tiny.llama(num_hidden_layers=1).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    tiny.save_tokenizer(tmp_path / "dense")
+    report = compress(
+        tmp_path / "dense", tmp_path / "out", recipe(place, bits=16, num_samples=2), format="dense", fast=False
+    )
+    values = open_checkpoint(tmp_path / "out").tensor("model.layers.0.mlp.down_proj.weight")
+    assert values.dtype == torch.bfloat16
+    assert sparse24.violations(values != 0).sum() == 0
+    assert report.bytes_after == pytest.approx(report.bytes_before, rel=0.05)
+
+
+def test_kept_work_serves_a_later_recovery(place: Path, tmp_path: Path) -> None:
+    few = {"num_samples": 2, "recover_text": str(place / "text.txt")}
+    compress(place / "dense", tmp_path / "a", recipe(place, **few), fast=False, keep_work=True)
+    before = (tmp_path / "a.work" / "block-00002.safetensors").stat().st_mtime_ns
+    stages: list[tuple[str, int]] = []
+    compress(
+        place / "dense",
+        tmp_path / "a",
+        recipe(place, **few, recover_steps=1),
+        fast=False,
+        overwrite=True,
+        keep_work=True,
+        progress=lambda stage, done, total, note: stages.append((stage, done)),
+    )
+    assert ("blocks", 0) not in stages
+    assert (tmp_path / "a.work" / "block-00002.safetensors").stat().st_mtime_ns == before
+    assert not (tmp_path / "a.work" / "recovery.safetensors").exists()
+    compress(place / "dense", tmp_path / "b", recipe(place, **few, recover_steps=1), fast=False)
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b

@@ -105,6 +105,11 @@ def inspect(
     if not result.layers:
         result.runs_on = result.runs_on[1:]
     result.notes = checkpoint.notes + _almost(checkpoint, result.plain_linears)
+    if checkpoint.format == "dense" and result.layers:
+        result.notes.append(
+            "zeros take as much room here as other values, and other programs multiply by them:"
+            " `spearfish convert --to marlin_24` stores what is left in 4 bits (--to ct-sparse-24-bitmask keeps all 16)"
+        )
     result.weights = sum(row.n * row.k for row in result.layers)
     result.linear_bytes = sum(row.nbytes for row in result.layers)
     result.other_bytes = sum(entry.nbytes for entry in checkpoint.entries.values()) - result.linear_bytes

@@ -63,6 +63,10 @@ def compress(
     force_generic: Annotated[
         bool, typer.Option("--force-generic", help="Try a model family that is not known here.")
     ] = False,
+    keep_work: Annotated[
+        bool,
+        typer.Option("--keep-work", help="Keep the finished blocks in OUT.work, for a later run that adds --recover."),
+    ] = False,
     layers: Annotated[bool, typer.Option("--layers", help="Print every layer's error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
@@ -95,6 +99,7 @@ def compress(
             format=to,
             force_generic=force_generic,
             progress=progress,
+            keep_work=keep_work,
         )
     if as_json:
         typer.echo(report.to_json())

@@ -6,6 +6,7 @@ a work folder, so a killed run goes on where it stopped, with the same result to
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import json
@@ -20,20 +21,29 @@ import torch
 from torch import nn
 
 from spearfish import checkpoint, models, text
-from spearfish.compress import methods, reconstruct, report, sensitivity
+from spearfish.compress import methods, reconstruct, recover, report, sensitivity, written
 from spearfish.compress.fit import refuse_unfit
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
 from spearfish.compress.recover import Recovery, Settings
 from spearfish.compress.solve import present, solve_group
 from spearfish.compress.walk import Walker, bfloat16_is_faster
-from spearfish.compress.workfolder import WorkFolder
+from spearfish.compress.workfolder import WorkFolder, load_with_facts, save_atomically
 from spearfish.errors import FormatError, SpearfishError
 from spearfish.models import DenseModel
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantWeight
 
 log = logging.getLogger(__name__)
+
+WRITING_SHARE = 0.15  # of the time for recovery, if the model writes the text for it
+MOST_WRITTEN = 1 << 24  # tokens
+
+# Families whose attention and MLP are added to the stream as they come; Gemma norms them first.
+ADDS_PLAINLY = ("llama", "mistral", "qwen2", "qwen3")
+WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
+
+RECOVERY = "recovery.safetensors"
 
 # Called as progress(stage, done, total, note).
 Progress = Callable[[str, int, int, str], None]
@@ -54,11 +64,14 @@ def compress(
     force_generic: bool = False,
     progress: Progress = _silent,
     fast: bool | None = None,
+    keep_work: bool = False,
 ) -> report.Report:
     """Compresses `model` (folder, hub name, GGUF, `package:NAME`) into the folder `out` and returns the report, which
     also lies there as report.json.
 
     device: where blocks are solved. fast: bfloat16 products in the forward passes; None looks whether that pays here.
+    keep_work: leave the finished blocks in `out`.work, where a later run takes them up whose recipe differs in recovery
+    alone.
     Raises SpearfishError for a bad recipe, model or text, before any work; an existing `out` needs `overwrite`.
     """
     recipe = recipe or Recipe()
@@ -71,16 +84,11 @@ def compress(
     start = time.perf_counter()
     fast = bfloat16_is_faster(device) if fast is None else fast
 
-    tokens = text.windows(
-        dense.tokenizer(),
-        recipe.calibration,
-        recipe.num_samples,
-        recipe.seq_len,
-        recipe.seed,
-        dense.config.get("max_position_embeddings"),
-    )
     walker = Walker(dense, device, fast)
     refuse_unfit(walker, recipe, format)
+    place = out.with_name(f"{out.name}.work")
+    tokens = _calibration(dense, recipe, device, fast, place, progress)
+    walker.home = home(device, recipe, int(dense.config.get("hidden_size", 0)))
     result = report.Report(
         model=dense.name,
         out=str(out),
@@ -97,14 +105,16 @@ def compress(
     )
     _warn_about_memory(result, device)
     plan = _plan(dense, recipe, tokens, fast)
-    with WorkFolder(out.with_name(f"{out.name}.work"), plan) as work:
-        next_block, hidden, goal = work.load_hidden()
+    follow = recipe.reconstruct > 0 or recipe.catch_up > 0  # whether the dense model's states are wanted all along
+    with WorkFolder(place, plan) as work:
+        next_block, *states = work.load_hidden()
+        hidden, goal = (None if state is None else state.to(walker.home) for state in states)
         if next_block:
             log.info("going on at block %d of %d", next_block, len(walker.paths))
         first = walker.embed(tokens.tokens)
         solving = _within_budget(walker, first, recipe, work, result, progress) if recipe.budget else recipe
         if hidden is None:
-            hidden, goal = first, first if recipe.reconstruct else None
+            hidden, goal = first, first if follow else None
         del first
         for index, path in enumerate(walker.paths):
             if index < next_block:
@@ -112,17 +122,21 @@ def compress(
             else:
                 progress("blocks", index, len(walker.paths), path)
                 walker.load(index)
+                before = goal
                 goal = None if goal is None else walker.forward(index, goal)
-                weights, reports = _solve_block(walker, index, hidden, solving, result)
+                weights, reports = _solve_block(walker, index, hidden, solving, result, before)
+                del before
                 outcome = None
-                if goal is not None and weights:
-                    settings = reconstruct.Settings(recipe.reconstruct, seed=recipe.seed)
+                if recipe.reconstruct and goal is not None and weights:
+                    changes = reconstruct.settings_on(device)
+                    settings = reconstruct.Settings(recipe.reconstruct, seed=recipe.seed, **changes)
                     weights, trained = reconstruct.reconstruct(walker, index, weights, hidden, goal, settings)
                     outcome = trained.to_dict()
                 hidden = walker.forward(index, hidden)
                 walker.release(index)
                 work.save_block(index, weights, reports, outcome)
-                work.save_hidden(index + 1, hidden, goal)
+                if work.is_time_for(hidden, last=index + 1 == len(walker.paths)):
+                    work.save_hidden(index + 1, hidden, goal)
             result.layers += reports
             result.reconstruct += [outcome] if outcome else []
         progress("blocks", len(walker.paths), len(walker.paths), "")
@@ -151,7 +165,10 @@ def compress(
             result.memory_peak = peak_memory(device)
             writer.add_file("report.json", result.to_json())  # appears with the weights, or not at all
         progress("writing", 1, 1, str(out))
-        work.delete()
+        if keep_work:
+            (work.path / RECOVERY).unlink(missing_ok=True)
+        else:
+            work.delete()
     return result
 
 
@@ -219,15 +236,82 @@ def _recover(
     dense: DenseModel, walker: Walker, recipe: Recipe, work: WorkFolder, result: report.Report, progress: Progress
 ) -> tuple[dict[str, QuantWeight], dict[str, torch.Tensor]]:
     """Distillation from the dense model over all blocks at once; both models must fit into memory."""
-    settings = Settings(budget=recipe.recover, steps=recipe.recover_steps, seed=recipe.seed)
+    changes = recover.settings_on(walker.device)
+    settings = Settings(budget=recipe.recover, steps=recipe.recover_steps, seed=recipe.seed, **changes)
     weights = {name: w for i in range(len(walker.paths)) for name, w in work.load_block(i)[0].items()}
-    cut = text.cut_windows(dense.tokenizer(), text.read_text(recipe.recover_text), settings.length)
-    if not len(cut):
-        raise SpearfishError(f"{recipe.recover_text} is shorter than one window of {settings.length} tokens")
     recovery = Recovery(dense, weights, settings, walker.device, walker.fast)
+    source = recipe.recover_text
+    if source == "auto":
+        source = written.NAME if walker.device.type == "cuda" else "articles"
+    begin = time.perf_counter()
+    if source == written.NAME:
+        wanted = MOST_WRITTEN // settings.length
+        if settings.steps:
+            wanted = min(wanted, settings.steps * max(1, settings.tokens // settings.length))
+        cut = _written(
+            recovery.teacher, dense.tokenizer(), wanted, settings.length, recipe.seed + 1, work.path / "recovery-text",
+            WRITING_SHARE * settings.budget if not settings.steps else None, progress,
+        )  # fmt: skip
+    else:
+        cut = text.cut_windows(dense.tokenizer(), text.read_text(source), settings.length)
+    if not len(cut):
+        raise SpearfishError(f"{source} is shorter than one window of {settings.length} tokens")
+    took = time.perf_counter() - begin
+    recovery.settings = replace(settings, budget=max(settings.budget - took, 0.0))
     recovery.run(cut, work.path / "recovery.safetensors", progress)
-    result.recover = recovery.summary() | {"source": recipe.recover_text, "tokens_of_text": cut.numel()}
+    result.recover = recovery.summary() | {
+        "source": source,
+        "tokens_of_text": cut.numel(),
+        "seconds_of_reading": took,
+    }
     return recovery.results()
+
+
+def home(device: torch.device, recipe: Recipe, width: int) -> torch.device:
+    """Where the hidden states of all windows live: on a GPU if they take no more than a quarter of what is free."""
+    nbytes = 6 * 4 * recipe.num_samples * recipe.seq_len * width
+    fits = device.type == "cuda" and nbytes < torch.cuda.mem_get_info(device)[0] / 4
+    return device if fits else torch.device("cpu")
+
+
+def _calibration(
+    dense: DenseModel, recipe: Recipe, device: torch.device, fast: bool, place: Path, progress: Progress
+) -> text.Windows:
+    limit = dense.config.get("max_position_embeddings")
+    if recipe.calibration != written.NAME:
+        return text.windows(
+            dense.tokenizer(), recipe.calibration, recipe.num_samples, recipe.seq_len, recipe.seed, limit
+        )
+    text.refuse_long(recipe.seq_len, limit)
+    model = dense.whole(device, torch.bfloat16 if fast else torch.float32)
+    tokens = _written(
+        model, dense.tokenizer(), recipe.num_samples, recipe.seq_len, recipe.seed, place / "calibration-text", None,
+        progress,
+    )  # fmt: skip
+    return text.Windows(tokens, written.NAME)
+
+
+def _written(
+    model: nn.Module,
+    tokenizer: Any,
+    count: int,
+    length: int,
+    seed: int,
+    file: Path,
+    seconds: float | None,
+    progress: Progress,
+) -> torch.Tensor:
+    """What the model writes, kept in the work folder: a run that goes on needs the same text, to the token."""
+    facts = {"count": count, "length": length, "seed": seed}
+    file = file.with_suffix(".safetensors")
+    if file.exists():
+        tensors, stored = load_with_facts(file)
+        if stored == facts and "tokens" in tensors:
+            return tensors["tokens"].long()
+    tokens = written.write(model, tokenizer, count, length, seed, seconds, progress)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_atomically({"tokens": tokens.int()}, file, facts)
+    return tokens
 
 
 def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -> dict[str, Any]:
@@ -250,11 +334,18 @@ def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -
 
 
 def _solve_block(
-    walker: Walker, index: int, hidden: torch.Tensor, recipe: Recipe, result: report.Report
+    walker: Walker,
+    index: int,
+    hidden: torch.Tensor,
+    recipe: Recipe,
+    result: report.Report,
+    goal: torch.Tensor | None = None,
 ) -> tuple[dict[str, QuantWeight], list[report.LayerReport]]:
-    """Solves every linear of one block in the order of the forward pass, and leaves the compressed values in it."""
+    """Solves every linear of one block in the order of the forward pass, and leaves the compressed values in it. goal:
+    what the dense model has where the compressed one has `hidden`; needed if the recipe catches up."""
     path = walker.paths[index]
     block = walker.net.get_submodule(path)
+    twin = copy.deepcopy(block) if recipe.catch_up and goal is not None else None
     weights: dict[str, QuantWeight] = {}
     reports: list[report.LayerReport] = []
     for group in walker.model.architecture.linears:
@@ -269,12 +360,20 @@ def _solve_block(
             if not isinstance(module, nn.Linear):
                 raise SpearfishError(f"{name} is {type(module).__name__}, wanted nn.Linear; leave it out with --ignore")
         hessian = Hessian(modules[0].in_features, walker.device, recipe.equal_norm)  # type: ignore[arg-type]
-        if not walker.inputs(index, modules[0], hidden, hessian.add):
+        if twin is not None and goal is not None:
+            local = tuple(name.removeprefix(f"{path}.") for name in linears)
+            residual = WRITERS.get(local[0], "") if walker.model.model_type in ADDS_PLAINLY else ""
+            ran = walker.lag(index, local, hidden, twin, goal, residual, hessian.add)
+        else:
+            ran = walker.inputs(index, modules[0], hidden, hessian.add)
+        if not ran:
             result.ignored += list(linears)
             result.warnings.append(f"{', '.join(linears)}: never reached by the calibration text, left as they are")
             continue
         found = solve_group(linears, hessian, recipe)  # type: ignore[arg-type]
         for name, (weight, layer) in found.items():
+            if weight.scheme.bits == 16:  # solved in float32, stored in the model's own type
+                weight = replace(weight, codes=weight.codes.to(walker.model.reader.entries[f"{name}.weight"].dtype))
             weights[name] = weight
             reports.append(layer)
             linears[name].weight.data.copy_(dequantize(weight))  # type: ignore[operator]
@@ -288,7 +387,7 @@ def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     block = walker.net.get_submodule(walker.paths[0])
     weights = sum(p.numel() for p in block.parameters())
     width = int(dense.config.get("hidden_size", 0))
-    hidden = (4 if recipe.reconstruct else 2) * recipe.num_samples * recipe.seq_len * width
+    hidden = (4 if recipe.reconstruct or recipe.catch_up else 2) * recipe.num_samples * recipe.seq_len * width
     solver = 0
     for group in dense.architecture.linears:
         linears = [m for m in present(block, "", group).values() if isinstance(m, nn.Linear)]
@@ -300,6 +399,8 @@ def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     interpreter = 500_000_000
     # Training a block holds, in float32: code, gradient, two moments, and the value on the grid with its scale.
     training = 6 * weights if recipe.reconstruct else 0
+    if recipe.catch_up:  # the dense block beside the one at work, and what the largest group lags behind
+        solver += weights
     blocks = 4 * max(weights + hidden + max(solver, training), outside + hidden) + interpreter
     if not (recipe.recover or recipe.recover_steps):
         return blocks
