@@ -514,7 +514,6 @@ def kernels_of(model: Any, tokens: Sequence[int]) -> dict[str, Any]:
 
 def measure(task: Task) -> None:
     """Everything of one task that its result file lacks. Runs in a process of its own."""
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(SETTINGS.get(task.weights, {}))
     import torch
 
