@@ -81,10 +81,21 @@ def with_weights_of(dense: DenseModel, folder: Path, device: str) -> torch.nn.Mo
     """The dense model holding a checkpoint's dequantised weights and its other tensors."""
     model, checkpoint = dense.whole(device), open_checkpoint(folder)
     for name in checkpoint.linears:
-        model.get_submodule(name).weight.data.copy_(dequantize(checkpoint.weight(name)))
+        model.get_submodule(name).weight.data.copy_(dequantize(checkpoint.weight(name).to(device)))
     for name in checkpoint.tensor_names:
         model.get_parameter(name).data.copy_(checkpoint.tensor(name))
     return model
+
+
+UNITS = ("kept_dense", "dense_by_recipe", "pruned")  # every layer with its errors: too long for a results file
+
+
+def summary_of(outcomes: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The blocks' mean distance before and after reconstruction, and how many kept it."""
+    if not outcomes:
+        return None
+    mean = {key: sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in ("before", "after")}
+    return mean | {"blocks": len(outcomes), "kept": sum(outcome["kept"] for outcome in outcomes)}
 
 
 def main() -> None:
@@ -95,35 +106,41 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--calibration", default="articles")
     parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--catch-up", type=float, default=0.0)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--reconstruct", type=int, default=0)
     parser.add_argument("--budget", type=float, default=0.0)
     parser.add_argument("--recover", default="0")
+    parser.add_argument("--recover-text", default="auto")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--judge", help="device to measure on, if not the same")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    judge = options.judge or options.device
 
     dense = load_dense(options.model)
     tokens = held_out(dense.tokenizer(), options.windows, options.length)
-    reference = dense.whole(options.device)
+    reference = dense.whole(judge)
     base = measure(reference, tokens, None)
     print(f"dense: {base}", flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    options.results.mkdir(parents=True, exist_ok=True)
     name = dense.folder.name.partition(".")[0]
     for method in options.methods.split(","):
         for group in map(int, options.groups.split(",")):
             for seed in map(int, options.seeds.split(",")):
                 recipe = Recipe(
                     bits=options.bits, group_size=group or None, method=method, num_samples=options.samples, seed=seed,
-                    calibration=options.calibration, recover=seconds(options.recover), recover_text=options.calibration,
-                    reconstruct=options.reconstruct, budget=options.budget,
+                    calibration=options.calibration, recover=seconds(options.recover),
+                    recover_text=options.recover_text, reconstruct=options.reconstruct, budget=options.budget,
+                    catch_up=options.catch_up,
                 )  # fmt: skip
                 begin = time.process_time()
                 with tempfile.TemporaryDirectory() as folder:
                     report = compress(dense, Path(folder) / "out", recipe, device=options.device)
                     spent = time.process_time() - begin
-                    quality = measure(with_weights_of(dense, Path(folder) / "out", options.device), tokens, reference)
+                    quality = measure(with_weights_of(dense, Path(folder) / "out", judge), tokens, reference)
                 gap = math.log(quality.perplexity / base.perplexity)
                 print(
                     f"{method} g{group or 'column'} seed {seed}: perplexity {quality.perplexity:.2f}, gap {gap:.3f},"
@@ -139,8 +156,10 @@ def main() -> None:
                     "quality": asdict(quality),
                     "gap": gap,
                     "layer_error": report.mean_error,
-                    "reconstruct": report.reconstruct,
-                    "budget": report.budget,
+                    "reconstruct": summary_of(report.reconstruct),
+                    "budget": report.budget
+                    and {k: v for k, v in report.budget.items() if k not in UNITS}
+                    | {"layers_kept_dense": [n for unit in report.budget["kept_dense"] for n in unit["layers"]]},
                     "bytes": report.bytes_after,
                     "recover": report.recover,
                     "seconds": report.seconds,
@@ -148,11 +167,12 @@ def main() -> None:
                     "device": options.device,
                     "memory_peak": report.memory_peak,
                 }
-                suffix = f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
+                suffix = f"-catchup{recipe.catch_up:g}" if recipe.catch_up else ""
+                suffix += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
                 suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
                 suffix += f"-recover{options.recover}" if recipe.recover else ""
                 label = f"{name}-{method}-w{options.bits}-g{group or 'column'}-s{seed}{suffix}"
-                (RESULTS / f"{label}.json").write_text(json.dumps(facts, indent=1) + "\n")
+                (options.results / f"{label}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -120,8 +120,7 @@ def windows(tokenizer: Any, source: str, count: int, length: int, seed: int = 0,
     Each begins with the tokenizer's own first token if it has one: some families are lost without. Raises
     SpearfishError when the text is too short, or a window longer than `limit`, the model's longest input.
     """
-    if limit is not None and length > limit:
-        raise SpearfishError(f"windows of {length} tokens are longer than the model's longest input, {limit}")
+    refuse_long(length, limit)
     cut = cut_windows(tokenizer, read_text(source), length)
     if len(cut) < count:
         raise SpearfishError(
@@ -130,6 +129,12 @@ def windows(tokenizer: Any, source: str, count: int, length: int, seed: int = 0,
         )
     order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))[:count]
     return Windows(cut[order], source)
+
+
+def refuse_long(length: int, limit: int | None) -> None:
+    """Raises SpearfishError if windows are longer than the model's longest input (None: not known)."""
+    if limit is not None and length > limit:
+        raise SpearfishError(f"windows of {length} tokens are longer than the model's longest input, {limit}")
 
 
 def head(tokenizer: Any, source: str, count: int, length: int) -> torch.Tensor:

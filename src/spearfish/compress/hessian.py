@@ -26,6 +26,7 @@ class Hessian:
 
     def __init__(self, k: int, device: torch.device | str = "cpu", equal_norm: bool = True) -> None:
         self.sum = torch.zeros(k, k, dtype=torch.float32, device=device)
+        self.lag: torch.Tensor | None = None  # Σ lag xᵀ [n, k]
         self.equal_norm = equal_norm
         self.tokens = 0
         self.skipped = 0
@@ -34,19 +35,30 @@ class Hessian:
     def k(self) -> int:
         return self.sum.shape[0]
 
-    def add(self, x: torch.Tensor) -> None:
-        """Takes inputs [..., k] of any float dtype."""
+    def add(self, x: torch.Tensor, lag: torch.Tensor | None = None) -> None:
+        """Takes inputs [..., k] of any float dtype; and, with them always or never, how far the layer's outputs lag
+        behind what they should be, [..., n]."""
         x = x.reshape(-1, x.shape[-1]).to(self.sum)
         finite = x.isfinite().all(dim=1)
+        if lag is not None:
+            lag = lag.reshape(-1, lag.shape[-1]).to(self.sum)
+            finite &= lag.isfinite().all(dim=1)
         count = int(finite.sum())
         if count < x.shape[0]:
             self.skipped += x.shape[0] - count
             x = x[finite]
+            lag = None if lag is None else lag[finite]
         self.tokens += count
         if self.equal_norm:
             length = x.norm(dim=1, keepdim=True)
-            x = x * (self.k**0.5 / length.clamp_min(torch.finfo(torch.float32).tiny))
+            size = self.k**0.5 / length.clamp_min(torch.finfo(torch.float32).tiny)
+            x = x * size
+            lag = None if lag is None else lag * size
         self.sum.addmm_(x.T, x)
+        if lag is not None:
+            if self.lag is None:
+                self.lag = torch.zeros(lag.shape[1], self.k, dtype=torch.float32, device=self.sum.device)
+            self.lag.addmm_(lag.T, x)
 
     def mean(self, name: str = "layer") -> torch.Tensor:
         """H divided by the number of tokens. Raises SpearfishError if more than half of them were not finite."""

@@ -33,12 +33,22 @@ class Problem:
     ordered: torch.Tensor
 
     @classmethod
-    def of(cls, weight: torch.Tensor, h: torch.Tensor, scheme: QuantScheme, damping: float = DAMPING) -> Problem:
-        """Raises ShapeError if k is no multiple of 4 though 2:4 is asked for."""
+    def of(
+        cls,
+        weight: torch.Tensor,
+        h: torch.Tensor,
+        scheme: QuantScheme,
+        damping: float = DAMPING,
+        lag: torch.Tensor | None = None,
+    ) -> Problem:
+        """lag: mean of lag xᵀ [n, k], see `Hessian.add`; the weight to come close to is then the one that makes it
+        good, by least squares with the damped H. Raises ShapeError if k is no multiple of 4 though 2:4 is asked for."""
         if scheme.is_sparse and weight.shape[1] % 4:
             raise ShapeError(f"2:4 needs k to be a multiple of 4, got a weight {list(weight.shape)}")
         order = quad_order(h) if h.shape[0] % 4 == 0 else h.diagonal().sort(descending=True, stable=True).indices
         factor = factorise(h, damping)
+        if lag is not None:
+            weight = weight + lag @ factor.inverse.T @ factor.inverse
         weight = weight.masked_fill(factor.dead, 0.0)
         reordered = factorise(factor.damped[order][:, order], 1e-9)
         return cls(weight, h, scheme, order, factor, reordered.inverse)

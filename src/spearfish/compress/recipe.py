@@ -19,11 +19,16 @@ class Recipe:
 
     method: a name of `methods.METHODS`. ignore: modules left as they are; dense_layers: modules quantised but not
     pruned; both are shell patterns (`*.mlp.down_proj`) or `re:` and a regular expression, matched against the module's
-    full name. calibration: a file, a folder, `hub:NAME`, or text that comes along: "articles", "addresses", "builtin"
-    (both). num_samples windows of seq_len tokens each. recover: seconds of distillation from the dense model
-    afterwards, 0 for none; recover_steps counts its steps instead, so that two runs give the same.
+    full name. calibration: a file, a folder, `hub:NAME`, text that comes along ("articles", "addresses", "builtin" for
+    both), or "self": the model writes it. num_samples windows of seq_len tokens each.
+
+    recover: seconds of distillation from the dense model afterwards, 0 for none; recover_steps counts its steps
+    instead, so that two runs give the same. recover_text: what it learns on, as for calibration, or "auto": on a GPU
+    what the model writes itself, elsewhere "articles".
 
     reconstruct: steps of training for each block, on its codes and scales, before the next is begun; 0 for none.
+    catch_up: what share of all that was lost before a layer it is asked to make good: its target is then not what the
+    dense weights make of its inputs, but what the dense model has at its place. 0 for none of it, 1 for all.
     budget: share of the linears' bytes, counted as if all were dense, that stays dense in `bits`, where pruning would
     add the most error per byte; 0 for none.
 
@@ -44,10 +49,11 @@ class Recipe:
     equal_norm: bool = True
     damping: float = 0.1
     recover: float = 0.0
-    recover_text: str = "articles"
+    recover_text: str = "auto"
     recover_steps: int | None = None
     reconstruct: int = 0
     budget: float = 0.0
+    catch_up: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.seq_len < 2:
@@ -57,6 +63,8 @@ class Recipe:
             )
         if self.recover < 0 or self.damping <= 0:
             raise SpearfishError(f"recover {self.recover} and damping {self.damping} must not be negative or zero")
+        if not 0 <= self.catch_up <= 1:
+            raise SpearfishError(f"catch_up is a share from 0 to 1, got {self.catch_up}")
         if self.reconstruct < 0 or not 0 <= self.budget < 1:
             raise SpearfishError(
                 f"reconstruct counts steps and budget is a share from 0 up to 1, got {self.reconstruct} and"

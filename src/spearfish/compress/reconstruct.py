@@ -40,6 +40,11 @@ class Settings:
     seed: int = 0
 
 
+def settings_on(device: torch.device) -> dict[str, Any]:
+    """What pays on a device besides the defaults: larger steps on a GPU, which takes no longer for them."""
+    return {"tokens": 8192, "rate": 0.02} if device.type == "cuda" else {}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Of one block: mean over the held-out tokens of ‖h − ĥ‖² / ‖h‖², h being the dense model's hidden state after the
@@ -128,6 +133,7 @@ def _train(
     per_step = min(max(1, settings.tokens // hidden.shape[1]), len(hidden))
     generator = torch.Generator().manual_seed(settings.seed + index)
     order = torch.empty(0, dtype=torch.int64)
+    losses = []
     for step in range(settings.steps):
         fraction = step / settings.steps
         if len(order) < per_step:
@@ -140,14 +146,15 @@ def _train(
             result = block(hidden[rows].to(walker.device), **walker.arguments[index])
             out = result[0] if isinstance(result, tuple) else result
             loss = distance(out, goal[rows].to(walker.device))
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise SpearfishError(f"{walker.paths[index]}: the loss is {value} in step {step} of its reconstruction")
+        losses.append(loss.detach())  # looked at when all is done: a GPU would wait at each
         loss.backward()  # type: ignore[no-untyped-call]
         for group in optimiser.param_groups:
             group["lr"] = group["share"] * rate_at(fraction, settings.warmup)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
+    for step, value in enumerate(torch.stack(losses).tolist()):
+        if not math.isfinite(value):
+            raise SpearfishError(f"{walker.paths[index]}: the loss is {value} in step {step} of its reconstruction")
 
 
 def _put(net: nn.Module, name: str, module: nn.Module) -> None:

@@ -29,6 +29,10 @@ def solve_group(
     names = list(linears)
     h = hessian.mean(names[0])
     out: dict[str, tuple[QuantWeight, report.LayerReport]] = {}
+    places, first = {}, 0
+    for name, linear in linears.items():
+        places[name] = range(first, first + linear.out_features)
+        first += linear.out_features
     for sparse in (True, False):
         chosen = [n for n in names if (method.prunes and not matches(n, recipe.dense_layers)) == sparse]
         if not chosen:
@@ -38,7 +42,11 @@ def solve_group(
         stacked = torch.cat([linears[name].weight.detach().float() for name in chosen])
         if not stacked.isfinite().all():
             raise ShapeError(f"{', '.join(chosen)}: the dense weight holds NaN or Inf")
-        problem = methods.Problem.of(stacked, h, scheme, recipe.damping)
+        lag = None
+        if hessian.lag is not None:
+            rows = [row for name in chosen for row in places[name]]
+            lag = hessian.lag[rows] * (recipe.catch_up / max(hessian.tokens, 1))
+        problem = methods.Problem.of(stacked, h, scheme, recipe.damping, lag)
         solved = method.solve(problem)
         naive = dequantize(methods.magnitude(problem))
         values = dequantize(solved)

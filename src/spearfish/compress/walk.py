@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from spearfish.errors import SpearfishError
 from spearfish.models import DenseModel, release
 
 TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE_GPU = 16384
 
 
 class _Enough(Exception):
@@ -45,9 +47,10 @@ def bfloat16_is_faster(device: torch.device) -> bool:
     return took[torch.bfloat16] < 0.7 * took[torch.float32]
 
 
-def batches(hidden: torch.Tensor) -> Iterator[slice]:
-    """Slices of windows [count, length, width] of at most TOKENS_AT_ONCE tokens."""
-    step = max(1, TOKENS_AT_ONCE // hidden.shape[1])
+def batches(hidden: torch.Tensor, device: torch.device | None = None) -> Iterator[slice]:
+    """Slices of windows [count, length, width] of as many tokens as a device takes at once."""
+    at_once = TOKENS_AT_ONCE_GPU if device is not None and device.type == "cuda" else TOKENS_AT_ONCE
+    step = max(1, at_once // hidden.shape[1])
     for start in range(0, hidden.shape[0], step):
         yield slice(start, min(start + step, hidden.shape[0]))
 
@@ -57,18 +60,21 @@ class Walker:
 
     `arguments[i]` are what the model passes to block i besides the hidden state: masks and rotary tables, which differ
     between sliding and full attention. All windows have one length and no padding, so they hold for every batch.
+
+    `home` is where hidden states of all windows are kept: the CPU, or the device where it has room to spare.
     """
 
     def __init__(self, model: DenseModel, device: torch.device, fast: bool) -> None:
         self.model = model
         self.device = device
+        self.home = torch.device("cpu")
         self.fast = fast
         self.net = model.skeleton()
         self.paths = model.block_paths(self.net)
         self.arguments: list[dict[str, Any]] = []
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float32 [count, length, width], on the CPU: what the first block receives for tokens [count, length]."""
+        """float32 [count, length, width], at `home`: what the first block receives for tokens [count, length]."""
         everything_else = [path for path, _ in self.net.named_modules() if self._outside_blocks(path)]
         for path in everything_else:
             if not list(self.net.get_submodule(path).children()):
@@ -80,7 +86,7 @@ class Walker:
         try:
             for index, block in enumerate(blocks):
                 block.forward = self._recorder(index, first, arguments)
-            for part in batches(tokens[:, :, None]):
+            for part in batches(tokens[:, :, None], self.device):
                 arguments.clear()
                 with compute_context(self.device, False):
                     with suppress(_Enough):
@@ -104,7 +110,7 @@ class Walker:
         for path in everything_else:
             if not list(self.net.get_submodule(path).children()):
                 release(self.net, path)
-        return torch.cat(first)
+        return torch.cat(first).to(self.home)
 
     def _outside_blocks(self, path: str) -> bool:
         # lm_head is not needed for the first block's input, and it can be the largest tensor of all.
@@ -136,14 +142,45 @@ class Walker:
         release(self.net, self.paths[index])
 
     def forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The block's output for hidden [count, length, width], on the CPU, batch by batch."""
+        """The block's output for hidden [count, length, width], on the same device, batch by batch."""
         block = self.net.get_submodule(self.paths[index])
         out = torch.empty_like(hidden)
         with compute_context(self.device, self.fast):
-            for part in batches(hidden):
+            for part in batches(hidden, self.device):
                 result = block(hidden[part].to(self.device), **self.arguments[index])
-                out[part] = (result[0] if isinstance(result, tuple) else result).float().cpu()
+                out[part] = _first(result).float().to(out.device)
         return out
+
+    def lag(
+        self,
+        index: int,
+        names: tuple[str, ...],
+        hidden: torch.Tensor,
+        twin: nn.Module,
+        goal: torch.Tensor,
+        residual: str,
+        take: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> bool:
+        """Calls take(x, lag) for each batch: what the linears `names` of the block, which share an input, read for
+        `hidden`; and how far `twin`, the dense block run on `goal`, is ahead of what its weights make of x, [..., sum
+        of n]. False if they never ran.
+
+        residual: "" for that alone; "in" or "out" where a linear's output is added to the block's input or is the last
+        thing added to its output: then what the sum lags behind is counted.
+        """
+        block = self.net.get_submodule(self.paths[index])
+        mine, dense = ([b.get_submodule(name) for name in names] for b in (block, twin))
+        whole = residual == "out"
+        with compute_context(self.device, self.fast):
+            for part in batches(hidden, self.device):
+                here, there = hidden[part].to(self.device), goal[part].to(self.device)
+                seen = _watch(block, mine, here, self.arguments[index], whole)
+                ahead = _watch(twin, dense, there, self.arguments[index], whole)
+                if seen is None or ahead is None:
+                    return False
+                lag = ahead.given - seen.given  # the linears themselves are still dense
+                take(seen.read, lag + (there - here) if residual == "in" else lag)
+        return True
 
     def inputs(self, index: int, linear: nn.Module, hidden: torch.Tensor, take: Callable[[torch.Tensor], None]) -> bool:
         """Calls take(input) for what `linear` reads in each batch; the forward pass ends there. False if it never
@@ -160,9 +197,51 @@ class Walker:
         handle = linear.register_forward_pre_hook(hook)
         try:
             with compute_context(self.device, self.fast):
-                for part in batches(hidden):
+                for part in batches(hidden, self.device):
                     with suppress(_Enough):
                         block(hidden[part].to(self.device), **self.arguments[index])
         finally:
             handle.remove()
         return ran
+
+
+def _first(result: Any) -> torch.Tensor:
+    """A block's output, which some families wrap in a tuple."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What linears that share an input read, and gave side by side (or the whole block's output), in float32."""
+
+    read: torch.Tensor
+    given: torch.Tensor
+
+
+def _watch(
+    block: nn.Module, linears: list[nn.Module], hidden: torch.Tensor, arguments: dict[str, Any], whole: bool
+) -> _Seen | None:
+    """The forward pass ends after the last of the linears, unless the whole block's output is wanted. None if they did
+    not run."""
+    inputs: list[torch.Tensor] = []
+    outputs: dict[int, torch.Tensor] = {}
+
+    def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+        inputs.append(args[0])
+        outputs[id(module)] = out
+        if len(outputs) == len(linears) and not whole:
+            raise _Enough
+
+    handles = [linear.register_forward_hook(hook) for linear in linears]
+    result: Any = None
+    try:
+        with suppress(_Enough):
+            result = block(hidden, **arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(outputs) < len(linears):
+        return None
+    parts = [_first(result)] if whole else [outputs[id(linear)] for linear in linears]
+    return _Seen(inputs[0], torch.cat(parts, dim=-1).float())

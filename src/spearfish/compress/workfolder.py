@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from spearfish.checkpoint.lock import Lock
 from spearfish.compress.report import LayerReport
 from spearfish.errors import FormatError, ShapeError, SpearfishError
 from spearfish.scheme import QuantScheme, QuantWeight
+
+QUICK = 256 << 20  # bytes of hidden states that are written after every block
 
 
 def save_atomically(tensors: dict[str, torch.Tensor], file: Path, facts: dict[str, Any]) -> None:
@@ -61,6 +64,7 @@ class WorkFolder:
 
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
         self.path = path
+        self._saved = time.monotonic()
         self._lock = Lock(path / "lock", f"{path} is in use by another process, which writes the same output folder")
         path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
@@ -128,6 +132,15 @@ class WorkFolder:
             )
             for name, scheme in schemes.items()
         }
+
+    def is_time_for(self, hidden: torch.Tensor, last: bool) -> bool:
+        """Whether to call `save_hidden` now: each time if that is quick, else once a minute and after the last block.
+        Blocks done since then are done again by the run that goes on."""
+        now = time.monotonic()
+        due = last or hidden.nbytes <= QUICK or now - self._saved >= 60
+        if due:
+            self._saved = now
+        return due
 
     def save_hidden(self, next_block: int, hidden: torch.Tensor, goal: torch.Tensor | None = None) -> None:
         """Called after the block before `next_block` is safe. goal: what the dense model has at this place, if it is

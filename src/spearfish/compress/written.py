@@ -1,0 +1,152 @@
+"""Text that the dense model writes itself, in large batches: calibration and distillation need no data set then.
+
+Half of the texts continue a random word or two, half answer a question about them where the model has a chat template.
+Temperatures are spread: low ones give plain prose, one gives all that the model holds possible. Where the model ends
+a text, the next one is begun at once.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spearfish.errors import SpearfishError
+
+NAME = "self"  # the source's name in recipes
+
+# "{}" becomes a random word with a capital letter.
+OPENERS = (
+    "{} {}",
+    "{} is",
+    "{} {} is a",
+    "{} was",
+    "{} {} (",
+    "The {} {}",
+    "In {},",
+    "{} {}, the",
+    "The history of {}",
+)
+QUESTIONS = (
+    "Write an encyclopedia article about {} {}.",
+    "Who or what is {} {}?",
+    "Explain {} in two paragraphs.",
+    "Write the introduction of an article on the {} of {}.",
+)
+TEMPERATURES = (0.6, 1.0)
+AT_ONCE = 2048  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
+AT_ONCE_CPU = 64
+BEGINNINGS = 8192
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module,
+    tokenizer: Any,
+    count: int,
+    length: int,
+    seed: int = 0,
+    seconds: float | None = None,
+    progress: Callable[[str, int, int, str], None] | None = None,
+) -> torch.Tensor:
+    """int64 [count, length] sampled from a causal language model; fewer windows, but one batch at least, if `seconds`
+    are over before. The same seed gives the same text on the same machine.
+
+    Raises SpearfishError if its vocabulary has no words to begin with, or a prediction is not finite.
+    """
+    device = next(model.parameters()).device
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids)), device=device, dtype=torch.int64)
+    prefix = torch.tensor(list(tokenizer("").input_ids), device=device, dtype=torch.int64)
+    between = torch.tensor(tokenizer("\n\n", add_special_tokens=False).input_ids, device=device, dtype=torch.int64)
+    beginnings = _beginnings(tokenizer, seed).to(device)
+    batch = AT_ONCE if device.type == "cuda" else AT_ONCE_CPU
+    generator = torch.Generator(device).manual_seed(seed)
+    begin = time.perf_counter()
+    parts: list[torch.Tensor] = []
+    done = 0
+    while done < count:
+        size = min(batch, count - done)
+        with warnings.catch_warnings():
+            # The cache's argument has a new name in some releases of transformers that still take the old one.
+            warnings.simplefilter("ignore", FutureWarning)
+            parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
+        done += size
+        took = time.perf_counter() - begin
+        if progress is not None:
+            progress("writing", done, count, f"{done * length / took:.0f} tokens/s")
+        if seconds is not None and took * (done + batch) / done > seconds:
+            break
+    return torch.cat(parts)
+
+
+def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
+    """int64 [BEGINNINGS, longest] tokens that a text may begin with, filled up with -1; the words are those of the
+    vocabulary with a capital letter and three letters or more that are one token."""
+    decoded = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
+    found = {word for word in map(str.strip, decoded) if len(word) >= 3 and word.isalpha()}
+    words = sorted(word for word in found if word[0].isupper() and word[1:].islower())
+    if not words:
+        raise SpearfishError("the tokenizer has no words to begin text with; give --calibration a file instead")
+    chooser = torch.Generator().manual_seed(seed)
+    texts = []
+    for index in range(BEGINNINGS):
+        asks = index % 2 == 1 and tokenizer.chat_template is not None
+        patterns = QUESTIONS if asks else OPENERS
+        pattern = patterns[int(torch.randint(len(patterns), (1,), generator=chooser))]
+        chosen = torch.randint(len(words), (pattern.count("{}"),), generator=chooser).tolist()
+        said = pattern.format(*(words[index] for index in chosen))
+        if asks:
+            chat = [{"role": "user", "content": said}]
+            said = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        texts.append(said)
+    encoded = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    return nn.utils.rnn.pad_sequence(encoded, batch_first=True, padding_value=-1)
+
+
+def _batch(
+    model: nn.Module,
+    size: int,
+    length: int,
+    prefix: torch.Tensor,
+    between: torch.Tensor,
+    beginnings: torch.Tensor,
+    special: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """int64 [size, length]."""
+    device = special.device
+    tokens = torch.empty(size, length, dtype=torch.int64, device=device)
+    tokens[:, : len(prefix)] = prefix
+    temperature = torch.linspace(*TEMPERATURES, size, device=device)[:, None]
+    next_texts = torch.cat((between.expand(len(beginnings), -1), beginnings), dim=1)
+    # [size, longest]: what each window must go on with, -1 where it is free.
+    forced = _some(next_texts, size, generator)[:, len(between) :]
+    forced = nn.functional.pad(forced, (0, len(between)), value=-1)
+    cache: Any = None
+    logits: torch.Tensor | None = None
+    for position in range(len(prefix), length):
+        if logits is None:
+            chosen = forced[:, 0]
+        else:
+            chances = (logits.float() / temperature).softmax(-1)
+            sampled = torch.multinomial(chances, 1, generator=generator)[:, 0]
+            ended = torch.isin(sampled, special) & (forced[:, 0] < 0)
+            forced = torch.where(ended[:, None], _some(next_texts, size, generator), forced)
+            chosen = torch.where(forced[:, 0] >= 0, forced[:, 0], sampled)
+        forced = torch.cat((forced[:, 1:], torch.full_like(forced[:, :1], -1)), dim=1)
+        tokens[:, position] = chosen
+        if position + 1 < length:
+            given = tokens[:, : position + 1] if cache is None else chosen[:, None]
+            out: Any = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            if cache is None and not out.logits.isfinite().all():
+                raise SpearfishError("the model's predictions are not finite: it cannot write its own calibration text")
+            cache, logits = out.past_key_values, out.logits[:, -1]
+    return tokens
+
+
+def _some(rows: torch.Tensor, size: int, generator: torch.Generator) -> torch.Tensor:
+    return rows[torch.randint(len(rows), (size,), generator=generator, device=rows.device)]
