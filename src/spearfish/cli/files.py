@@ -148,7 +148,7 @@ def _print_inspection(console: Console, found: Inspection, every: bool) -> None:
     elif found.format == "dense":
         console.print("No linear layer is 2:4: an ordinary dense model. `spearfish compress` makes one that is.")
     if found.extended:
-        console.print("Extended: needs spearfish. " + "; ".join(found.extended) + ".", style="yellow")
+        console.print("Extended: needs spearfish. " + "; ".join(found.extended) + ".", style="yellow", soft_wrap=True)
     console.print("Runs on:")
     for line in found.runs_on:
         console.print(f"  {line}")
@@ -218,7 +218,7 @@ def _print_conversion(console: Console, report: ConvertReport) -> None:
     if report.plain:
         console.print(f"Left plain: {_folded(report.plain)}")
     if report.extended:
-        console.print("Extended: needs spearfish. " + "; ".join(report.extended) + ".", style="yellow")
+        console.print("Extended: needs spearfish. " + "; ".join(report.extended) + ".", style="yellow", soft_wrap=True)
     _notes(console, report.notes)
     console.print(f"Next: spearfish inspect {report.out}", soft_wrap=True)
 
