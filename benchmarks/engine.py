@@ -620,7 +620,8 @@ def answers_of_vllm(model: Path, prompts: list[list[int]], found: dict[str, Any]
     if torch.cuda.is_available():
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [len(prompts)]}
         options = {"dtype": "float16", "compilation_config": graphs}
-    engine = start_engine(model, max_model_len=512, max_num_seqs=len(prompts), **options, **found["engine"])
+    options |= {"max_model_len": max(map(len, prompts)) + ANSWER + 1, "max_num_seqs": len(prompts)}
+    engine = start_engine(model, **options, **found["engine"])
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=2)
     answers = []
     for one in engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):

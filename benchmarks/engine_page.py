@@ -297,7 +297,8 @@ def draw(one: Measured, path: Path) -> None:
     speed.set_xlabel("requests at once (decode)")
     speed.set_title("Times as fast as fp16", loc="left", fontsize=12)
     speed.grid(True, axis="y", color="#e4e4e4", linewidth=0.8)
-    speed.legend(frameon=False, fontsize=10)
+    handles, labels = speed.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=10.5, loc="outside lower center", ncols=len(labels))
     listed = [(kind, size) for kind in reversed(one.kinds) if (size := one.size(kind, "model")) is not None]
     for at, (kind, size) in enumerate(listed):
         memory.barh(at, size / 1e9, color=NAMES[kind][1], zorder=3)
