@@ -24,10 +24,10 @@ _BARRIERS = 1024  # bytes of shared memory in front of the ring
 _MOST_STAGES = 32
 _STAGED_TOKENS = 32  # tokens that the epilogue of hopper.cu turns at a time
 
-# struct Params: the tensor map, four pointers, sixteen ints; an alignment of 64 makes it 256 bytes.
+# struct Params: the tensor map, four pointers, fifteen ints; an alignment of 64 makes it 256 bytes.
 _MAP_BYTES = 128
 _POINTERS = struct.Struct("<4Q")
-_INTS = struct.Struct("<16i")
+_INTS = struct.Struct("<15i")
 _PARAMS_BYTES = 256
 
 
@@ -64,16 +64,15 @@ class HopperShape:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """A shape; `split` blocks of a cluster share out k, `share` of them fetch x together."""
+    """A shape; `split` blocks of a cluster share out k."""
 
     shape: HopperShape
     split: int = 1
-    share: int = 1
 
     def __str__(self) -> str:
         s = self.shape
         kernel = "decode" if s.is_decode else "wgmma"
-        ways = f"{s.groups} along k, k in {self.split}, x for {self.share}"
+        ways = f"{s.groups} along k, k in {self.split}"
         return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}"
 
 
@@ -81,7 +80,6 @@ class HopperConfig:
 _SHAPES = (
     HopperShape(8, 1, 1, 4, 2),
     HopperShape(8, 1, 2, 2, 2),
-    HopperShape(16, 1, 1, 4, 2),
     HopperShape(16, 1, 2, 2),
     HopperShape(32, 2, 1, 2),
     HopperShape(32, 4, 1, 1),
@@ -104,8 +102,6 @@ def shapes(kind: str) -> tuple[HopperShape, ...]:
     for shape in _SHAPES:
         if shape.tokens == 128 or shape.tokens not in first:
             first[shape.tokens] = shape
-    if kind == "int8_24":
-        first[16] = HopperShape(16, 1, 2, 2)  # the narrow one does not fit the registers
     return tuple(first.values())
 
 
@@ -122,7 +118,7 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) -> Plan | None:
-    """The deepest ring that fits `room` bytes beside the partial sums; None if two stages do not fit."""
+    """The deepest ring that fits `room` bytes beside the partial sums; None if too few stages fit."""
     shape = config.shape
     stage = shape.stage_bytes(weight_tile_bytes)
     sums = shape.groups * config.split > 1
@@ -139,9 +135,10 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
             return Plan(stages, _BARRIERS + apart + received + out, apart, False)
         return Plan(stages, _BARRIERS + max(ring, mine + received), mine, True)
 
-    fitting = [
-        found for stages in range(2, max(3, min(_MOST_STAGES, steps) + 1)) if (found := layout(stages)).bytes <= room
-    ]
+    # hopper.cu with one m tile waits for the stage after next before it gives back the one behind: two would lock up.
+    least = 3 if not shape.is_decode and shape.m_tiles == 1 else 2
+    stages_wanted = range(least, max(least, min(_MOST_STAGES, steps)) + 1)
+    fitting = [found for stages in stages_wanted if (found := layout(stages)).bytes <= room]
     return fitting[-1] if fitting else None
 
 
@@ -213,27 +210,26 @@ class HopperFamily:
             raise ValueError(f"{config} does not fit")
         variant = jit.Variant(*_source(shape), ARCH, _macros(shape, problem))
         n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
-        n_groups, token_blocks = -(-n_blocks // config.share), -(-problem.m // shape.tokens)
-        cluster = config.split * config.share
+        token_blocks, cluster = -(-problem.m // shape.tokens), config.split
         if shape.is_decode:
-            grid = (n_blocks * config.split, token_blocks, 1)
-        elif cluster * shape.groups > config.share:  # partial sums: one output for each cluster
-            grid = (n_groups * token_blocks * cluster, 1, 1)
+            grid = (n_blocks * cluster, token_blocks, 1)
+        elif cluster * shape.groups > 1:  # partial sums: one output for each cluster
+            grid = (n_blocks * token_blocks * cluster, 1, 1)
         else:
-            grid = (min(n_groups * token_blocks, chip.multiprocessors // cluster) * cluster, 1, 1)
+            grid = (min(n_blocks * token_blocks, chip.multiprocessors), 1, 1)
         launcher = jit.load(variant, device).launcher(
             grid, shape.threads, found.bytes, _PARAMS_BYTES, (cluster, 1, 1) if cluster > 1 else None, dependent=True
         )
         _INTS.pack_into(
             launcher.params,
             _MAP_BYTES + _POINTERS.size,
-            *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_groups, token_blocks, problem.tile_bytes),
-            *(problem.granules, config.split, config.share, found.stages, 2, 4 if problem.m < 4096 else 8),
+            *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_blocks, token_blocks, problem.tile_bytes),
+            *(problem.granules, config.split, found.stages, 2, 4 if problem.m < 4096 else 8),
             *(found.received, int(found.overlaid), 0),
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
-        box_rows, k, m = shape.tokens // config.share, -(-problem.k // 8) * 8, problem.m
+        box_rows, k, m = shape.tokens, -(-problem.k // 8) * 8, problem.m
         tensor_map = lru_cache(maxsize=64)(
             lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box_rows, 64, problem.bf16)
         )

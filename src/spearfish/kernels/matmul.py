@@ -88,11 +88,9 @@ def _why_no_kernel(weight: QuantWeight, device: torch.device, dtype: torch.dtype
     return "; ".join(reason for reason in reasons if reason) or None
 
 
-def _out_of_memory(what: str, device: torch.device, error: Exception) -> OutOfMemoryError:
+def _out_of_memory(what: str, device: torch.device, error: Exception, advice: str = "") -> OutOfMemoryError:
     words = str(error).partition("\n")[0]
-    return OutOfMemoryError(
-        f"CUDA out of memory on {device} while {what}; send fewer tokens at a time or free some memory. torch: {words}"
-    )
+    return OutOfMemoryError(f"CUDA out of memory on {device} while {what}; free some{advice}. torch: {words}")
 
 
 def _kernel_words(device: torch.device) -> str:
@@ -156,7 +154,7 @@ def matmul(
 
 def _no_room_for(x: torch.Tensor, facts: Facts, error: Exception) -> OutOfMemoryError:
     what = f"multiplying x {list(x.shape)} with a weight [n={facts[1]}, k={facts[2]}]"
-    return _out_of_memory(what, x.device, error)
+    return _out_of_memory(what, x.device, error, ", or send fewer tokens at a time")
 
 
 def _is_plain_call(x: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -4,15 +4,13 @@
 //
 //   producer warp   bulk copies of weight tiles and TMA boxes of x into a ring of stages
 //   consumers       warpgroups, N_TILES side by side times GROUPS behind one another (alternating weight tiles along
-//   k),
-//                   each owning M_TILES x 64 output rows; warpgroups side by side read the same x
+//                   k), each owning M_TILES x 64 output rows; warpgroups side by side read the same x
 //   cluster         SPLIT blocks share one output tile, each with its own range of k, and add their partial sums
-//   through
-//                   distributed shared memory. SHARE blocks with neighbouring rows fetch x once between them
-//                   (multicast).
+//                   through distributed shared memory
 //
-// The consumers' loop in steps of one wgmma: while a step runs, the same step of the next chunk is unpacked into the
-// other half of the A registers. Four or five wgmmas of a warpgroup are always under way.
+// The consumers' loop in chunks of four wgmmas, half of the A registers: while a chunk is multiplied, the next is
+// unpacked into the other half. Below 128 tokens the issue of instructions is what limits, so the loop has as few as
+// possible: whatever is the same for a warp is in uniform registers, one fence, commit and wait for a chunk.
 //
 // Compiled per variant with -D: TOKENS (32 to 128), N_TILES, M_TILES, GROUPS, BITS (4, 8, 16), SPARSE, BF16.
 
@@ -45,162 +43,35 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 2) : "memory");
 }
 
-// One chunk's share of a lane, read ahead of its unpacking.
-struct Raw {
-#if BITS != 16
-    uint4 codes[BITS / 4];
-    u32 scale;  // of the chunk's first step; later ones are read when they differ
-#endif
+// What the main loop needs to know: where a lane reads in the first stage, x as the low word of its descriptor there,
+// barriers, bytes.
+struct Loop {
+    u32 codes, meta, scale, x_low, full, empty;
+    int weight_stage, group_bytes, stages, zero;
+    u32 granules;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) u8 shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group_bytes = kGroups * p.tile_bytes;
-    const int weight_stage = kBlockTiles * group_bytes;
-    const u32 sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages,
-              sh_reduced = sh_empty + 8 * kMaxStages;
-    const u32 sh_x = sh_full + 1024;  // boxes want this alignment
-    const u32 sh_w = sh_x + p.stages * kXStageBytes;
-    const u32 sh_out = (sh_w + p.stages * weight_stage + 127) & ~127u;
-
-    const Cluster cluster = {p.split, p.share, p.overlaid};
-    // Powers of two throughout: a division would cost more than all the rest of the start. Not from %clusterid and
-    // %nclusterid, which say nothing useful in a launch without clusters.
-    const int log_cluster = 31 - __clz(p.split * p.share);
-    const int rank = blockIdx.x & ((1 << log_cluster) - 1);
-    const int k_rank = rank & (p.split - 1), n_rank = rank >> (31 - __clz(p.split));
-
-    if (warp == kConsumerWarps) {
-        if (lane < p.stages) {
-            barrier_init(sh_full + 8 * lane, 1);
-            barrier_init(sh_empty + 8 * lane, kConsumerWarps * p.share);
-        }
-        if (lane == 0) barrier_init(sh_reduced, 1), prefetch_map(&p.x_map);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
-    cluster.arrive_at_start();
-    asm volatile("griddepcontrol.launch_dependents;");
-
-    const int outputs = p.n_groups * p.token_blocks;
-    const int log_split = 31 - __clz(p.split);
-    const int k_begin = p.k_tiles * k_rank >> log_split, k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
-    const int stage_count = (k_count + kGroups - 1) / kGroups;
-    const int first = blockIdx.x >> log_cluster, stride = gridDim.x >> log_cluster;
-
-    // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
-    auto place = [&](int output, int& n_block, int& token0) {
-        const int per_band = p.band * p.n_groups;
-        const int band = output / per_band, rest = output - band * per_band;
-        const int width = min(p.band, p.token_blocks - band * p.band);
-        n_block = (rest / width) * p.share + n_rank;
-        token0 = (band * p.band + rest % width) * kTokens;
-    };
-
-    if (warp >= kConsumerWarps) {
-        // ------------------------------------------------------------------------------------------------- producer
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        cluster.before_multicast();
-        if (warp == kConsumerWarps) {
-            // Lane i copies the block's weight tile i, with two lanes a k tile the same lanes then fetch the boxes of
-            // x.
-            u64 policy;
-            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-            const int share_rows = kTokens / p.share;
-            const u8* source = nullptr;  // of this lane's next weight tile
-            auto tiles_of = [&](int i) { return min(kGroups, k_count - i * kGroups); };
-            auto send_weights = [&](int i, int stage) {
-                const u32 full = sh_full + 8 * stage;
-                const int tiles = tiles_of(i);
-                if (lane == 0) barrier_expect(full, tiles * (kBlockTiles * p.tile_bytes + kXTileBytes));
-                __syncwarp();
-                if (lane < kBlockTiles)
-                    copy_weights(sh_w + stage * weight_stage + lane * group_bytes, source, tiles * p.tile_bytes, full,
-                                 policy);
-                source += group_bytes;
-            };
-            auto seek = [&](int n_block) {
-                source = p.stream +
-                         (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + k_begin) *
-                             p.tile_bytes;
-            };
-            int stage = 0;
-            u32 phase = 1;
-            // Weights do not depend on the kernel before this one: ask for the first of them, then wait for x.
-            int ahead = 0;
-            if (first < outputs) {
-                int n_block, token0;
-                place(first, n_block, token0);
-                seek(n_block);
-                for (; ahead < min(min(p.stages, p.ahead), stage_count); ++ahead) send_weights(ahead, ahead);
-            }
-            asm volatile("griddepcontrol.wait;" ::: "memory");
-            for (int output = first; output < outputs; output += stride) {
-                int n_block, token0;
-                place(output, n_block, token0);
-                if (output != first) seek(n_block);
-                for (int i = 0; i < stage_count; ++i) {
-                    if (ahead > 0) {
-                        --ahead;
-                    } else {
-                        barrier_wait(sh_empty + 8 * stage, phase);
-                        send_weights(i, stage);
-                    }
-                    if (lane < 2 * tiles_of(i)) {
-                        const u32 to = sh_x + stage * kXStageBytes + lane * kBoxBytes, full = sh_full + 8 * stage;
-                        const int k = (k_begin + i * kGroups) * TILE_K + lane * 64;
-                        if (p.share == 1) {
-                            copy_x(to, &p.x_map, k, token0, full);
-                        } else {
-                            u16 mask = 0;
-                            for (int r = 0; r < p.share; ++r) mask |= 1u << (r * p.split + k_rank);
-                            copy_x_multicast(to + n_rank * share_rows * 128, &p.x_map, k, token0 + n_rank * share_rows,
-                                             full, mask);
-                        }
-                    }
-                    if (++stage == p.stages) stage = 0, phase ^= 1;
-                }
-            }
-        }
-        __syncwarp();
-        cluster.before_sums();
-        cluster.arrive_at_end();
-        cluster.wait_at_end();
-        return;
-    }
-
-    // --------------------------------------------------------------------------------------------------- consumers
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4;
-    const int group = warpgroup / N_TILES, first_tile = (warpgroup % N_TILES) * kMTiles;
-    const u32 tile = sh_w + first_tile * group_bytes + group * p.tile_bytes;
-    u32 lane_codes = tile + warp4 * (CODE_WARP_BYTES) + lane * 16;
-    u32 lane_meta = tile + CODE_BYTES + warp4 * 256 + lane * 8;
-    u32 lane_scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
-    // Opaque, or the compiler computes them anew at every use.
-    asm volatile("" : "+r"(lane_codes), "+r"(lane_meta), "+r"(lane_scale));
-    const int first_row = first_tile * 64;  // of the block's rows of W
-    // Descriptor of x, K-major with 128-byte swizzle: 8-row atoms 1024 bytes apart. Only the low word changes.
-    const u64 x_high = (u64)((1u << 30) | 64u) << 32;
-    const u32 x_low = (1u << 16) | (sh_x + group * kXTileBytes) >> 4;
-    const Magic magic(p.zero);
-
-    float acc[kMTiles][kTokens / 2];
+// acc += the tiles of `count` stages, this group's. `stage` and `phase` are where the ring stands, at the end where the
+// next tile will be. kScales: scale rows of a tile, 0 (none, as for per column), 1, or 4 (2 or 4, read for every step).
+template <int kScales>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2], const Loop& at, const Magic& magic,
+                                               int count, int& stage, u32& phase) {
     u32 a[2][kSteps][4];
     u32 meta[2][2] = {{0, 0}, {0, 0}};
-    [[maybe_unused]] Raw raw;
-    [[maybe_unused]] u32 s0 = 0, s1 = 0;
+    [[maybe_unused]] uint4 codes[BITS == 16 ? kSteps : BITS / 4];
+    [[maybe_unused]] u32 scale;
+    const int lane = threadIdx.x % 32;
 
-    auto offset = [&](int stage, int chunk) { return stage * weight_stage + (chunk / kHalves) * group_bytes; };
+    auto offset = [&](int stage, int chunk) { return stage * at.weight_stage + (chunk / kHalves) * at.group_bytes; };
+    // A chunk's share of a lane, read ahead of its unpacking.
     auto read = [&](int stage, int chunk) {
-#if BITS != 16
-        const u32 at = offset(stage, chunk);
+        const u32 from = offset(stage, chunk);
         const int half = chunk % kHalves;
+        if (BITS != 16)
 #pragma unroll
-        for (int i = 0; i < BITS / 4; ++i) raw.codes[i] = load16(lane_codes + at + (half * (BITS / 4) + i) * 512);
-        raw.scale = p.granules ? load_shared(lane_scale + at + (half * p.granules / kHalves) * 128) : ONES;
-#endif
+            for (int i = 0; i < BITS / 4; ++i)
+                codes[i] = load16(at.codes + from + (half * (BITS / 4) + i) * CHUNK_BYTES);
+        if (kScales == 1) scale = load_shared(at.scale + from);
     };
     // A wgmma under way still reads its A and metadata registers. The compiler (13.0) keeps the former for it but takes
     // the latter for free: it was seen to load the next metadata over those of a running wgmma. So the address of the
@@ -208,113 +79,160 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     // the machine code of every variant.
     auto read_meta = [&](int buffer, int stage, int chunk) {
 #if SPARSE
-        u32 at = lane_meta + offset(stage, chunk);
-        asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(at) : "r"(meta[buffer][0]), "r"(p.zero));
-        asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(at) : "r"(meta[buffer][1]), "r"(p.zero));
-        load_shared(meta[buffer], at);
+        u32 from = at.meta + offset(stage, chunk);
+        asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(from) : "r"(meta[buffer][0]), "r"(at.zero));
+        asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(from) : "r"(meta[buffer][1]), "r"(at.zero));
+        load_shared(meta[buffer], from);
 #endif
     };
-    auto unpack_step = [&](int buffer, int stage, int chunk, int s) {
+    auto unpack = [&](int buffer, int stage, int chunk) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            u32(&to)[4] = a[buffer][s];
 #if BITS == 16
-        const uint4 c = load16(lane_codes + offset(stage, chunk) + ((chunk % kHalves) * kSteps + s) * 512);
-        a[buffer][s][0] = c.x, a[buffer][s][1] = c.y, a[buffer][s][2] = c.z, a[buffer][s][3] = c.w;
+            load_shared(to, at.codes + offset(stage, chunk) + ((chunk % kHalves) * kSteps + s) * CHUNK_BYTES);
 #else
-        if (s == 0) {
-            s0 = both_low(raw.scale), s1 = both_high(raw.scale);
-        } else {
-            // Only where groups are shorter than a tile; a branch, since predicated instructions would take their time
-            // anyway.
-            asm volatile(
-                "{\n.reg .pred p;\n.reg .b32 v;\nsetp.le.s32 p, %2, 1;\n@p bra.uni SKIP;\nld.shared.u32 v, [%3];\n"
-                "prmt.b32 %0, v, v, 0x1010;\nprmt.b32 %1, v, v, 0x3232;\nSKIP:\n}"
-                : "+r"(s0), "+r"(s1)
-                : "r"(p.granules), "r"(lane_scale + offset(stage, chunk) +
-                                       (((chunk % kHalves) * kSteps + s) * p.granules / (TILE_K / STEP_K)) * 128)
-                : "memory");
-        }
 #if BITS == 4
-        const uint4 c = raw.codes[0];
-        unpack4(a[buffer][s], s == 0 ? c.x : s == 1 ? c.y : s == 2 ? c.z : c.w, magic);
+            const uint4 c = codes[0];
+            unpack4(to, s == 0 ? c.x : s == 1 ? c.y : s == 2 ? c.z : c.w, magic);
 #else
-        const uint4 c = raw.codes[s / 2];
-        unpack8(a[buffer][s], s % 2 ? c.z : c.x, s % 2 ? c.w : c.y, magic);
+            const uint4 c = codes[s / 2];
+            unpack8(to, s % 2 ? c.z : c.x, s % 2 ? c.w : c.y, magic);
 #endif
-        scale_rows(a[buffer][s], s0, s1);
+            if (kScales > 0) {
+                if (kScales > 1) {
+                    const int row = ((chunk % kHalves) * kSteps + s) * at.granules * STEP_K / TILE_K;
+                    scale = load_shared(at.scale + offset(stage, chunk) + row * SCALE_ROW_BYTES);
+                }
+                scale_rows(to, both_low(scale), both_high(scale));
+            }
 #endif
+        }
     };
-    auto multiply = [&](int buffer, int stage, int chunk, int s) {
-        const int k =
-            ((chunk % kHalves) * kSteps + s) * STEP_K;  // dense k in the tile: box k / 64, 2 bytes each inside it
-        const u64 x = x_high | (x_low + stage * (kXStageBytes / 16) + ((k / 64) * kBoxBytes + (k % 64) * 2) / 16);
+    auto multiply = [&](int buffer, int stage, int chunk) {
         wgmma_fence();
-        if (s % 2 == 0)
-            wgmma<0>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
-        else
-            wgmma<1>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            // Dense k in the tile: box k / 64, 2 bytes each inside it. K-major x with 128-byte swizzle: 8-row atoms
+            // 1024 bytes apart; only the descriptor's low word changes.
+            const int k = ((chunk % kHalves) * kSteps + s) * STEP_K;
+            const u64 x = static_cast<u64>((1u << 30) | 64u) << 32 |
+                          (at.x_low + stage * (kXStageBytes / 16) + ((k / 64) * kBoxBytes + (k % 64) * 2) / 16);
+            if (s % 2 == 0)
+                wgmma<0>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
+            else
+                wgmma<1>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
+        }
         wgmma_commit();
     };
-    auto release = [&](int stage) {
-        if (p.share == 1) {
-            if (lane == 0) barrier_arrive(sh_empty + 8 * stage);
-        } else if (lane < p.share) {
-            barrier_arrive_remote(remote_address(sh_empty + 8 * stage, lane * p.split + k_rank));
+
+    // One stage: its chunks are multiplied, and the chunk after each is unpacked, of the next stage after the last one.
+    // `first`: the buffer of its first chunk.
+    int previous = -1;
+    auto step = [&](int first, bool more) {
+        const int current = stage;
+        if (++stage == at.stages) stage = 0, phase ^= 1;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int buffer = (first + chunk) % 2;
+            const bool ends = chunk + 1 == kChunks;
+            const int next_stage = ends ? stage : current, next_chunk = ends ? 0 : chunk + 1;
+            multiply(buffer, current, chunk);
+            if (ends && more) barrier_wait(at.full + 8 * stage, phase);
+            read(next_stage, next_chunk);  // after the last chunk this reads what nobody uses
+            wgmma_wait<1>();               // the chunk before is over: its registers are free
+            if (chunk == 0 && previous >= 0 && lane == 0) barrier_arrive(at.empty + 8 * previous);
+            read_meta(buffer ^ 1, next_stage, next_chunk);
+            unpack(buffer ^ 1, next_stage, next_chunk);
         }
+        previous = current;
     };
+
+    barrier_wait(at.full + 8 * stage, phase);
+    read(stage, 0);
+    read_meta(0, stage, 0);
+    unpack(0, stage, 0);
+    // So many stages in a turn that the buffer of a chunk is known at compile time.
+    constexpr int kTurn = kChunks % 2 ? 2 : 1;
+    int i = 0;
+    for (; i + kTurn <= count; i += kTurn) {
+        step(0, i + 1 < count);
+        if (kTurn > 1) step(1, i + 2 < count);
+    }
+    if (kTurn > 1 && i < count) step(0, false);
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(at.empty + 8 * previous);
+}
+
+// Where a block's things are in shared memory, and its share of the work: `k_count` k tiles from `k_begin` in
+// `stage_count` stages, for the outputs `first`, `first` + `stride`, ...
+struct Block {
+    u32 sh_full, sh_empty, sh_reduced, sh_x, sh_w, sh_out;
+    int weight_stage, k_rank, k_begin, k_count, stage_count, outputs, first, stride;
+
+    __device__ __forceinline__ explicit Block(const Params& p, const void* shared) {
+        weight_stage = kBlockTiles * kGroups * p.tile_bytes;
+        sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages, sh_reduced = sh_empty + 8 * kMaxStages;
+        sh_x = sh_full + 1024;  // boxes want this alignment
+        sh_w = sh_x + p.stages * kXStageBytes;
+        sh_out = (sh_w + p.stages * weight_stage + 127) & ~127u;
+        // Powers of two throughout: a division would cost more than all the rest of the start. Not from %clusterid and
+        // %nclusterid, which say nothing useful in a launch without clusters.
+        const int log_split = 31 - __clz(p.split);
+        k_rank = blockIdx.x & (p.split - 1);
+        k_begin = p.k_tiles * k_rank >> log_split;
+        k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
+        stage_count = (k_count + kGroups - 1) / kGroups;
+        outputs = p.n_blocks * p.token_blocks, first = blockIdx.x >> log_split, stride = gridDim.x >> log_split;
+    }
+    // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
+    __device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) const {
+        const int per_band = p.band * p.n_blocks;
+        const int band = output / per_band, rest = output - band * per_band;
+        const int width = min(p.band, p.token_blocks - band * p.band);
+        n_block = rest / width;
+        token0 = (band * p.band + rest % width) * kTokens;
+    }
+};
+
+// What a consumer warp does after it has its registers.
+template <int kScales>
+__device__ __forceinline__ void consume(const Params& p, const Block& b, const Cluster& cluster, int warp) {
+    const int lane = threadIdx.x % 32;
+    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4;
+    const int group = warpgroup / N_TILES, first_tile = (warpgroup % N_TILES) * kMTiles;
+    const u32 tile = b.sh_w + first_tile * kGroups * p.tile_bytes + group * p.tile_bytes;
+    Loop at;
+    at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
+    at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
+    at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
+    // Opaque, or the compiler computes them anew at every use.
+    asm volatile("" : "+r"(at.codes), "+r"(at.meta), "+r"(at.scale));
+    at.x_low = (1u << 16) | (b.sh_x + group * kXTileBytes) >> 4;
+    at.full = b.sh_full, at.empty = b.sh_empty;
+    at.weight_stage = b.weight_stage, at.group_bytes = kGroups * p.tile_bytes, at.stages = p.stages, at.zero = p.zero;
+    at.granules = p.granules;
+    const int first_row = first_tile * 64;  // of the block's rows of W
+    const Magic magic(p.zero);
+    float acc[kMTiles][kTokens / 2];
 
     // Of the stages, those that hold a tile for this group: all, or all but the last. At least one, as the host sees
     // to.
-    const int my_count = (k_count - group + kGroups - 1) / kGroups;
+    const int my_count = (b.k_count - group + kGroups - 1) / kGroups;
     int stage = 0;
     u32 phase = 0;
-    cluster.before_multicast();
-    for (int output = first; output < outputs; output += stride) {
+    for (int output = b.first; output < b.outputs; output += b.stride) {
         int n_block, token0;
-        place(output, n_block, token0);
+        b.place(p, output, n_block, token0);
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
-        int previous = stage;
-        barrier_wait(sh_full + 8 * stage, phase);
-        read(stage, 0);
-        read_meta(0, stage, 0);
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) unpack_step(0, stage, 0, s);
-        constexpr int kUnroll = kChunks % 2 ? 2 : 1;  // so that the buffer of a chunk is known at compile time
-        for (int i = 0; i < my_count; i += kUnroll) {
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                if (u > 0 && i + u >= my_count) break;
-                const int current = stage;
-                if (++stage == p.stages) stage = 0, phase ^= 1;
-#pragma unroll
-                for (int chunk = 0; chunk < kChunks; ++chunk) {
-                    const int buffer = (u * kChunks + chunk) % 2;
-                    const bool ends = chunk + 1 == kChunks;
-                    const int next_stage = ends ? stage : current, next_chunk = ends ? 0 : chunk + 1;
-                    multiply(buffer, current, chunk, 0);
-                    if (ends && i + u + 1 < my_count) barrier_wait(sh_full + 8 * stage, phase);
-                    read(next_stage, next_chunk);  // after the last chunk this reads what nobody uses
-#pragma unroll
-                    for (int s = 0; s < kSteps; ++s) {
-                        if (s > 0) multiply(buffer, current, chunk, s);
-                        wgmma_wait<kSteps>();  // step s of the chunk before is over: its registers are free
-                        if (s == kSteps - 1) {
-                            if (chunk == 0 && i + u > 0) release(previous);
-                            read_meta(buffer ^ 1, next_stage, next_chunk);
-                        }
-                        unpack_step(buffer ^ 1, next_stage, next_chunk, s);
-                    }
-                }
-                previous = current;
-            }
-        }
-        wgmma_wait<0>();
-        release(previous);
-        if (kGroups > 1 && my_count < stage_count) {  // the last stage has no tile for this group
-            barrier_wait(sh_full + 8 * stage, phase);
-            release(stage);
+        multiply_tiles<kScales>(acc, at, magic, my_count, stage, phase);
+        if (kGroups > 1 && my_count < b.stage_count) {  // the last stage has no tile for this group
+            barrier_wait(b.sh_full + 8 * stage, phase);
+            if (lane == 0) barrier_arrive(b.sh_empty + 8 * stage);
             if (++stage == p.stages) stage = 0, phase ^= 1;
         }
 
@@ -322,13 +240,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         const int column0 = n_block * kBlockN;
         if (kGroups > 1 || p.split > 1) {  // one output a cluster
             sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
-                p, cluster, acc, sh_x, sh_reduced, k_rank, n_rank, group, first_row + warp4 * 16, column0, token0);
+                p, cluster, acc, b.sh_x, b.sh_reduced, b.k_rank, group, first_row + warp4 * 16, column0, token0);
             break;
         }
         // Turn [rows of W, tokens] into [token, n] through shared memory, a few tokens at a time, and store 16 bytes a
         // lane.
         const int tokens = min(kTokens, p.m - token0);
-        const u32 out = sh_out + warpgroup * (kOutTokens * kOutStride * 2);
+        const u32 out = b.sh_out + warpgroup * (kOutTokens * kOutStride * 2);
         float scale[kMTiles][2], bias[kMTiles][2];
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)
@@ -378,6 +296,99 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const int warp = warp_number(), lane = threadIdx.x % 32;
+    const Block b(p, shared);
+
+    const Cluster cluster = {p.split, p.overlaid};
+    if (warp == kConsumerWarps) {
+        if (lane < p.stages) {
+            barrier_init(b.sh_full + 8 * lane, 1);
+            barrier_init(b.sh_empty + 8 * lane, kConsumerWarps);
+        }
+        if (lane == 0) barrier_init(b.sh_reduced, 1), prefetch_map(&p.x_map);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    cluster.arrive_at_start();
+    asm volatile("griddepcontrol.launch_dependents;");
+
+    if (warp >= kConsumerWarps) {
+        // ------------------------------------------------------------------------------------------------- producer
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+        if (warp == kConsumerWarps) {
+            // Lane i copies the block's weight tile i; with two lanes a k tile the same lanes then fetch the boxes of x.
+            u64 policy;
+            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+            const u8* source = nullptr;  // of this lane's next weight tile
+            auto tiles_of = [&](int i) { return min(kGroups, b.k_count - i * kGroups); };
+            auto send_weights = [&](int i, int stage) {
+                const u32 full = b.sh_full + 8 * stage;
+                const int tiles = tiles_of(i);
+                if (lane == 0) barrier_expect(full, tiles * (kBlockTiles * p.tile_bytes + kXTileBytes));
+                __syncwarp();
+                if (lane < kBlockTiles)
+                    copy_weights(b.sh_w + stage * b.weight_stage + lane * kGroups * p.tile_bytes, source, tiles * p.tile_bytes, full,
+                                 policy);
+                source += kGroups * p.tile_bytes;
+            };
+            auto seek = [&](int n_block) {
+                source = p.stream +
+                         (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + b.k_begin) *
+                             p.tile_bytes;
+            };
+            int stage = 0;
+            u32 phase = 1;
+            // Weights do not depend on the kernel before this one: ask for the first of them, then wait for x.
+            int ahead = 0;
+            if (b.first < b.outputs) {
+                int n_block, token0;
+                b.place(p, b.first, n_block, token0);
+                seek(n_block);
+                for (; ahead < min(min(p.stages, p.ahead), b.stage_count); ++ahead) send_weights(ahead, ahead);
+            }
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            for (int output = b.first; output < b.outputs; output += b.stride) {
+                int n_block, token0;
+                b.place(p, output, n_block, token0);
+                if (output != b.first) seek(n_block);
+                for (int i = 0; i < b.stage_count; ++i) {
+                    if (ahead > 0) {
+                        --ahead;
+                    } else {
+                        barrier_wait(b.sh_empty + 8 * stage, phase);
+                        send_weights(i, stage);
+                    }
+                    if (lane < 2 * tiles_of(i))
+                        copy_x(b.sh_x + stage * kXStageBytes + lane * kBoxBytes, &p.x_map,
+                               (b.k_begin + i * kGroups) * TILE_K + lane * 64, token0, b.sh_full + 8 * stage);
+                    if (++stage == p.stages) stage = 0, phase ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+        cluster.before_sums();
+        cluster.arrive_at_end();
+        cluster.wait_at_end();
+        return;
+    }
+
+    // --------------------------------------------------------------------------------------------------- consumers
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+#if BITS == 16
+    consume<0>(p, b, cluster, warp);
+#else
+    // Apart from one another from here on: with the three loops in one place the compiler runs out of registers.
+    if (p.granules > 1)
+        consume<4>(p, b, cluster, warp);
+    else if (p.granules == 1)
+        consume<1>(p, b, cluster, warp);
+    else
+        consume<0>(p, b, cluster, warp);
+#endif
     __syncwarp();
     if (p.split == 1) cluster.arrive_at_end();
     cluster.wait_at_end();

@@ -10,17 +10,16 @@ struct alignas(64) TensorMap {
 constexpr int kMaxStages = 32;
 
 struct Params {
-    TensorMap x_map;            // boxes of 64 k by TOKENS (or TOKENS / share) rows of x, 128-byte swizzle
+    TensorMap x_map;            // boxes of 64 k by TOKENS rows of x, 128-byte swizzle
     const u8* stream;           // tile stream
     const float* column_scale;  // [n padded] or null
     const u16* bias;            // [n] or null
     u16* y;                     // [m, n]
     int m, n, n_tiles, k_tiles;
-    int n_groups, token_blocks;  // the output in pieces: block rows times `share`, and TOKENS
+    int n_blocks, token_blocks;  // the output in pieces: rows of W of a block, and TOKENS
     int tile_bytes;
     int granules;  // scale rows in a tile: 0 (per column), 1, 2 or 4
     int split;     // blocks of a cluster that share an output, each with its own range of k; a power of two
-    int share;     // neighbours along n in the cluster that fetch x once between them
     int stages;    // of the ring
     int ahead;     // stages of weights asked for before the kernel in front has ended
     int band;      // token blocks walked together before the next rows, for the L2
@@ -44,10 +43,6 @@ __device__ __forceinline__ u32 remote_address(u32 local, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
     return remote;
-}
-// Without .release.cluster, which costs a fence over the whole GPU: the slot's readers are done, nothing was written.
-__device__ __forceinline__ void barrier_arrive_remote(u32 remote) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
     asm volatile(
@@ -84,18 +79,16 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-__device__ __forceinline__ void copy_x_multicast(u32 to, const TensorMap* map, int k, int row, u32 bar, u16 mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(map), "r"(k), "r"(row), "r"(bar), "h"(mask)
-        : "memory");
-}
 __device__ __forceinline__ void copy_to_neighbour(u32 remote, u32 local, u32 bytes, u32 remote_bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(remote),
         "r"(local), "r"(bytes), "r"(remote_bar)
         : "memory");
+}
+// The warp's number, known to the compiler to be the same for all lanes: what depends on it may live in uniform
+// registers.
+__device__ __forceinline__ int warp_number() {
+    return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 }
 template <int kThreads>
 __device__ __forceinline__ void consumer_sync() {
@@ -176,27 +169,24 @@ __device__ __forceinline__ void scale_rows(u32 (&a)[4], u32 s0, u32 s1) {
 
 // ---------------------------------------------------------------------------------------- cluster barriers, in order
 //
-// Every thread of a cluster passes the same barriers: `meet` at the start, if somebody will send into a neighbour's
-// memory before the ring is done; `meet` after the ring, if what arrives lies where the ring was; `part` at the end,
-// since nobody may leave while a neighbour still reads from it or sends to it.
+// Every thread of a cluster passes the same barriers: at the start, if what neighbours send arrives beside the ring and
+// may come before it is done; after the ring, if it arrives where the ring was; at the end, since nobody may leave while
+// a neighbour still reads from it or sends to it.
 
 struct Cluster {
-    int split, share, overlaid;
+    int split, overlaid;
     __device__ __forceinline__ void arrive_at_start() const {
-        if (share > 1 || (split > 1 && !overlaid)) cluster_arrive();
-    }
-    __device__ __forceinline__ void before_multicast() const {
-        if (share > 1) cluster_wait();
+        if (split > 1 && !overlaid) cluster_arrive();
     }
     __device__ __forceinline__ void before_sums() const {
         if (split > 1 && overlaid) cluster_arrive();
-        if (split > 1 && (overlaid || share == 1)) cluster_wait();
+        if (split > 1) cluster_wait();
     }
     __device__ __forceinline__ void arrive_at_end() const {
-        if (split > 1 || share > 1) cluster_arrive();
+        if (split > 1) cluster_arrive();
     }
     __device__ __forceinline__ void wait_at_end() const {
-        if (split > 1 || share > 1) cluster_wait();
+        if (split > 1) cluster_wait();
     }
 };
 
@@ -210,8 +200,7 @@ struct Cluster {
 template <int kTokens, int kMTiles, int kGroups, int kBlockN, int kThreads>
 __device__ __forceinline__ void sum_and_store(const Params& p, const Cluster& cluster,
                                               const float (&acc)[kMTiles][kTokens / 2], u32 sh_mine, u32 bar,
-                                              int k_rank, int n_rank, int group, int first_row, int column0,
-                                              int token0) {
+                                              int k_rank, int group, int first_row, int column0, int token0) {
     const int lane = threadIdx.x % 32, gq = lane / 4, t = lane % 4;
     const int shift = 31 - __clz(kBlockN / p.split), slice = 1 << shift;
     const int stride = slice + 4;  // floats of a token; the pad spreads the banks
@@ -244,10 +233,9 @@ __device__ __forceinline__ void sum_and_store(const Params& p, const Cluster& cl
         consumer_sync<kThreads>();
         const int owner = threadIdx.x / kGroups, g = threadIdx.x % kGroups;
         if (owner < p.split && owner != k_rank) {
-            const u32 neighbour = n_rank * p.split + owner;
             const int slot = k_rank - (k_rank > owner);  // an owner does not send to itself
-            copy_to_neighbour(remote_address(sh_received + (slot * kGroups + g) * piece, neighbour),
-                              sh_mine + (g * p.split + owner) * piece, used, remote_address(bar, neighbour));
+            copy_to_neighbour(remote_address(sh_received + (slot * kGroups + g) * piece, owner),
+                              sh_mine + (g * p.split + owner) * piece, used, remote_address(bar, owner));
         }
         barrier_wait(bar, 0);
         __syncwarp();

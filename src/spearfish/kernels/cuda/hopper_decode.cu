@@ -132,8 +132,8 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
-    const Cluster cluster = {p.split, 1, p.overlaid};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Cluster cluster = {p.split, p.overlaid};
+    const int warp = warp_number(), lane = threadIdx.x % 32;
     const int group_bytes = kGroups * p.tile_bytes;
     const int weight_stage = kBlockTiles * group_bytes;
     const u32 sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages,
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
         return;
     }
     sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
-        p, cluster, acc, sh_x, sh_reduced, k_rank, 0, group, first_tile * 64 + warp4 * 16, column0, token0);
+        p, cluster, acc, sh_x, sh_reduced, k_rank, group, first_tile * 64 + warp4 * 16, column0, token0);
     __syncwarp();
     cluster.wait_at_end();
 }

@@ -70,10 +70,6 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// A wgmma in flight still reads its A and metadata registers, and the compiler (13.0) does not always know: it was seen
-// to load the next metadata into those of a running wgmma when the load stood before the wait. So nothing of the next
-// chunk is read before the wait, and tests look through the machine code of every variant for such overwriting.
-
 // d[64 rows, tokens] += a[64, kStepK] . x[kStepK, tokens]. The selector says which two lanes of a quad hold metadata.
 template <int kSelector>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 x, u32 meta) {
