@@ -156,6 +156,18 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """Requests that all wait at the start, so many tokens in and out each."""
+
+    requests: int
+    tokens: int
+    answer: int
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.tokens}x{self.answer}"
+
+
+@dataclass(frozen=True)
 class Task:
     """One kind of weights, to be measured in a process of its own."""
 
@@ -164,6 +176,7 @@ class Task:
     batches: tuple[int, ...]
     prefills: tuple[Prefill, ...]
     profile: tuple[int, ...]
+    queues: tuple[Queue, ...]
     mode: int
     engine: dict[str, Any]
     head: dict[str, Any]
@@ -177,7 +190,13 @@ class Task:
     @property
     def length(self) -> int:
         """The longest sequence."""
-        return max([self.decode_length, *(prefill.tokens + 64 for prefill in self.prefills)])
+        queues = (each.tokens + each.answer for each in self.queues)
+        return max([self.decode_length, *queues, *(each.tokens + 64 for each in self.prefills)])
+
+    @property
+    def most(self) -> int:
+        """Requests at once."""
+        return max([1, *self.batches, *self.profile, *(each.requests for each in self.queues)])
 
 
 # ------------------------------------------------------------------------------------------------------ result files
@@ -211,12 +230,13 @@ def entry_of(task: Task, content: dict[str, Any]) -> dict[str, Any]:
     return {"run": task.head["id"], "decode": {}, "prefill": {}}
 
 
-def missing(task: Task, entry: dict[str, Any]) -> tuple[list[int], list[Prefill], list[int]]:
-    """Batches, prefills and profiles that `entry` lacks."""
+def missing(task: Task, entry: dict[str, Any]) -> tuple[list[int], list[Prefill], list[int], list[Queue]]:
+    """Batches, prefills, profiles and queues that `entry` lacks."""
     return (
         [batch for batch in task.batches if str(batch) not in entry["decode"]],
         [prefill for prefill in task.prefills if str(prefill) not in entry["prefill"]],
         [batch for batch in task.profile if str(batch) not in entry.get("profile", {})],
+        [queue for queue in task.queues if str(queue) not in entry.get("queue", {})],
     )
 
 
@@ -324,15 +344,14 @@ def serve(task: Task, folder: Path) -> Any:
     block, sizes = BLOCKS[task.weights], GEOMETRIES[task.geometry]
     config = sizes.config() | ({} if block is None else {"quantization_config": block})
     (folder / "config.json").write_text(json.dumps(config))
-    most = max(task.batches + task.profile, default=8)
     options = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
         "dtype": "float16",
         "max_model_len": task.length,
-        "max_num_seqs": most,
+        "max_num_seqs": task.most,
         # Every prompt of a batch in one step, and every prefill.
-        "max_num_batched_tokens": max([PROMPT * most, *(each.prompts * each.tokens for each in task.prefills)]),
+        "max_num_batched_tokens": max([PROMPT * task.most, *(each.prompts * each.tokens for each in task.prefills)]),
         "enable_prefix_caching": False,
         **task.engine,
     }
@@ -344,7 +363,9 @@ def serve(task: Task, folder: Path) -> Any:
             "cudagraph_capture_sizes": graphs,
         }
         # As much as the longest batch needs, which spares vLLM finding out how much there is.
-        tokens = max([most * task.decode_length, *(each.prompts * (each.tokens + 16) for each in task.prefills)])
+        prefills = (each.prompts * (each.tokens + 16) for each in task.prefills)
+        queues = (each.requests * (each.tokens + each.answer + 16) for each in task.queues)
+        tokens = max([task.most * task.decode_length, *prefills, *queues])
         options["kv_cache_memory_bytes"] = int(1.2 * (tokens + task.length + 256) * sizes.cache_bytes)
     else:
         options |= {**ON_CPU, "dtype": "bfloat16"}
@@ -402,6 +423,16 @@ def prefill(engine: Any, prompts: int, tokens: int) -> dict[str, Any]:
                 pass
         times.append(round(1e3 * (time.perf_counter() - begin), 3))
     return {"ms": statistics.median(times[1:]), "times": times[1:]}
+
+
+def serve_queue(engine: Any, queue: Queue) -> dict[str, Any]:
+    """Tokens per second until the last request of a queue is answered; prompts and decode steps mix."""
+    begin = time.perf_counter()
+    with requests(engine, queue.requests, queue.tokens, queue.answer) as step:
+        while step():
+            pass
+    seconds = time.perf_counter() - begin
+    return {"seconds": round(seconds, 3), "tokens_per_second": round(queue.requests * queue.answer / seconds, 1)}
 
 
 def profile(engine: Any, batch: int) -> dict[str, Any]:
@@ -522,7 +553,7 @@ def measure(task: Task) -> None:
     path = results_path(task.results, task.head["machine"]["gpu"], task.geometry)
     content = read_results(path)
     entry = entry_of(task, content)
-    batches, prefills, profiles = missing(task, entry)
+    batches, prefills, profiles, queues = missing(task, entry)
     content["weights"][task.weights] = entry
     content["geometry"] = asdict(GEOMETRIES[task.geometry])
     if all(head["id"] != task.head["id"] for head in content["runs"]):
@@ -544,6 +575,10 @@ def measure(task: Task) -> None:
     for each in prefills:
         entry["prefill"][str(each)] = one = prefill(engine, each.prompts, each.tokens)
         say(f"prefill {each}: {one['ms']:.1f} ms")
+        write_results(path, content)
+    for queue in queues:
+        entry.setdefault("queue", {})[str(queue)] = one = serve_queue(engine, queue)
+        say(f"queue {queue}: {one['tokens_per_second']:.0f} tokens/s")
         write_results(path, content)
     if torch.cuda.is_available():
         tokens = sorted({*task.batches, *(each.prompts * each.tokens for each in task.prefills)})
@@ -587,7 +622,7 @@ def run(options: argparse.Namespace) -> int:
     for geometry in options.geometry:
         for weights in options.weights:
             task = Task(
-                *(geometry, weights, options.batches, options.prefill, options.profile, options.mode),
+                *(geometry, weights, options.batches, options.prefill, options.profile, options.queue, options.mode),
                 *(engine, head, options.results),
             )
             path = results_path(options.results, head["machine"]["gpu"], geometry)
@@ -706,13 +741,16 @@ def same(options: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------- the command line
 
 
-def parse_prefills(text: str) -> tuple[Prefill, ...]:
-    """ "8x512" -> one prefill of 8 prompts of 512 tokens; several with commas."""
-    try:
-        pairs = [tuple(int(part) for part in each.split("x")) for each in text.split(",") if each]
-        return tuple(Prefill(prompts, tokens) for prompts, tokens in pairs)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: want PROMPTSxTOKENS, such as 8x512") from None
+def products(kind: Callable[..., Any], wanted: str) -> Callable[[str], tuple[Any, ...]]:
+    """A parser of "8x512" and the like, several with commas. wanted: how each is spelt."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(*(int(part) for part in each.split("x"))) for each in text.split(",") if each)
+        except (TypeError, ValueError):
+            raise argparse.ArgumentTypeError(f"{text!r}: want {wanted}") from None
+
+    return parse
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -756,7 +794,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--weights", type=one_of(list(BLOCKS)), default=("fp16", "int4", "sparse24-int4"), help="with commas"
     )
     added.add_argument("--batches", type=parse_counts, default=(1, 8, 16, 32, 64, 128), help="with commas")
-    added.add_argument("--prefill", type=parse_prefills, default=(Prefill(8, 512),), help="PROMPTSxTOKENS, with commas")
+    prompts = products(Prefill, "PROMPTSxTOKENS, such as 8x512")
+    added.add_argument("--prefill", type=prompts, default=(Prefill(8, 512),), help="PROMPTSxTOKENS, with commas")
+    queues = products(Queue, "REQUESTSxTOKENSxANSWER, such as 64x512x128")
+    added.add_argument("--queue", type=queues, default=(), help="REQUESTSxTOKENSxANSWER: serve so many, with commas")
     added.add_argument("--profile", type=parse_counts, default=(), help="batches of decode steps to look into")
     added.add_argument("--mode", type=int, default=0, help="vLLM's compilation mode: 0 without Inductor, 3 its default")
     in_engine(added)

@@ -45,6 +45,8 @@ again, and the words here in `benchmarks/engine_page.py`.
 * **Decode:** that many requests with 32 tokens each; 8 steps to warm up, then 64 steps in 4 windows. The time of a step
   is the median over the windows, steps captured as CUDA graphs. Everything counts that a step takes, host work too.
 * **Prefill:** from handing over the prompts to the last of their first tokens, median of five.
+* **Requests:** all of them wait at the start; tokens of answers per second until the last is done, prompts and decode
+  steps mixed as the scheduler likes. The more is the better, in this one line.
 * **One machine, one process each.** The kinds of a geometry run one after another on the same GPU, each in a fresh
   process. Compilation mode 0: no Inductor, which fuses what lies between the linears and takes minutes.
 * **Bytes** are those of the parameters as they run, whatever the file held.
@@ -98,6 +100,15 @@ class Measured:
         found = self.entry(kind)["prefill"].get(which)
         return None if found is None else float(found["ms"])
 
+    @property
+    def queues(self) -> list[str]:
+        return list(dict.fromkeys(each for kind in self.kinds for each in self.entry(kind).get("queue", {})))
+
+    def queue(self, kind: str, which: str) -> float | None:
+        """Tokens per second."""
+        found = self.entry(kind).get("queue", {}).get(which)
+        return None if found is None else float(found["tokens_per_second"])
+
     def size(self, kind: str, part: str) -> int | None:
         """Bytes of "linears" or of the "model"."""
         found = self.entry(kind).get("bytes")
@@ -138,7 +149,7 @@ def section(one: Measured) -> Iterator[str]:
     yield from provenance(one)
     names = [NAMES[kind][0] for kind in kinds]
     ours = "sparse24-int4"
-    head = ["batch", *(f"{name}, ms" for name in names), "2:4 int4 × int4", "× fp16", "wanted", "best hoped for"]
+    head = ["ms", *names, "2:4 int4 × int4", "× fp16", "wanted", "best hoped for"]
     body = []
     for batch in one.batches:
         rival, mine = one.decode(RIVAL, batch), one.decode(ours, batch)
@@ -162,6 +173,19 @@ def section(one: Measured) -> Iterator[str]:
                 times(one.prefill("fp16", which), mine),
                 f"≥ {PREFILL}× both",
                 f"{PREFILL_BEST}×",
+            ]
+        )
+    for which in one.queues:
+        rival, mine = one.queue(RIVAL, which), one.queue(ours, which)
+        count, tokens, answer = which.split("x")
+        body.append(
+            [
+                f"{count} requests, {tokens} in, {answer} out: tokens/s",
+                *(number(one.queue(kind, which), 0) for kind in kinds),
+                times(mine, rival),
+                times(mine, one.queue("fp16", which)),
+                "–",
+                "–",
             ]
         )
     yield table(head, body) + "\n"

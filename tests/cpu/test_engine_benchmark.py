@@ -43,7 +43,7 @@ def head(**changes: Any) -> dict[str, Any]:
 
 def task(engine: ModuleType, folder: Path, weights: str = "int4", **changes: Any) -> Any:
     prefills = (engine.Prefill(8, 512),)
-    return engine.Task("yi-34b", weights, (1, 16), prefills, (1,), 0, {}, head(**changes), folder)
+    return engine.Task("yi-34b", weights, (1, 16), prefills, (1,), (), 0, {}, head(**changes), folder)
 
 
 def entry(ms: float) -> dict[str, Any]:
@@ -51,6 +51,7 @@ def entry(ms: float) -> dict[str, Any]:
         "run": head()["id"],
         "decode": {"1": {"ms": ms, "windows": [ms]}, "16": {"ms": 1.5 * ms, "windows": [1.5 * ms]}},
         "prefill": {"8x512": {"ms": 100 * ms, "times": [100 * ms]}},
+        "queue": {"64x512x128": {"seconds": ms, "tokens_per_second": 8000 / ms}},
         "bytes": {"linears": int(1e9 * ms), "model": int(1.2e9 * ms)},
         "profile": {"1": {"busy_us": 900 * ms, "kernels": 500, "largest": [["gemm", 800 * ms, 240]]}},
     }
@@ -75,6 +76,7 @@ def test_the_page_shows_what_is_in_the_files(tmp_path: Path, engine_page: Module
     lines = [line.replace(" ", "") for line in engine_page.render(tmp_path).splitlines()]
     assert "|decode1|8.00|4.00|2.50|1.60×|3.20×|≥1.45×|1.75×|" in lines
     assert "|prefill8×512|800.0|400.0|250.0|1.60×|3.20×|≥1.25×both|1.5×|" in lines
+    assert "|64requests,512in,128out:tokens/s|1000|2000|3200|1.60×|3.20×|–|–|" in lines
     assert "|linears,2:4int4|2.50|0.625(≤0.77)|0.312(≤0.21)|" in lines
     assert "2:4int4:theGPUworks2250µsof2500µs,500kernels." in lines
     assert "None yet" in engine_page.render(tmp_path / "nothing")
@@ -94,11 +96,11 @@ def test_the_chart_is_small(tmp_path: Path, engine_page: ModuleType) -> None:
 def test_what_is_known_is_not_measured_again(tmp_path: Path, engine: ModuleType) -> None:
     content = json.loads(measured(tmp_path).read_text())
     one = task(engine, tmp_path)
-    assert engine.missing(one, engine.entry_of(one, content)) == ([], [], [])
+    assert engine.missing(one, engine.entry_of(one, content)) == ([], [], [], [])
     del content["weights"]["int4"]["decode"]["16"]
-    assert engine.missing(one, engine.entry_of(one, content)) == ([16], [], [])
+    assert engine.missing(one, engine.entry_of(one, content)) == ([16], [], [], [])
     other = task(engine, tmp_path, commit="def")
-    assert engine.missing(other, engine.entry_of(other, content)) == ([1, 16], list(one.prefills), [1])
+    assert engine.missing(other, engine.entry_of(other, content)) == ([1, 16], list(one.prefills), [1], [])
     new = task(engine, tmp_path, weights="sparse24-fp16")
     assert engine.missing(new, engine.entry_of(new, content))[0] == [1, 16]
 
@@ -132,6 +134,7 @@ def test_a_profile_counts_overlap_once(engine: ModuleType) -> None:
     [
         (["--weights", "int5"], "want some of fp16"),
         (["--prefill", "8by512"], "PROMPTSxTOKENS"),
+        (["--queue", "8x512"], "REQUESTSxTOKENSxANSWER"),
         (["--batches", "0"], "at least 1"),
     ],
 )

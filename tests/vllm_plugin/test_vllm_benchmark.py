@@ -25,7 +25,9 @@ def engine() -> ModuleType:
 
 def task(engine: ModuleType, weights: str, folder: Path) -> Any:
     head = {"id": "one", "machine": {"gpu": "CPU"}, "commit": "", "versions": {}, "engine": {}, "environment": {}}
-    return engine.Task("tiny", weights, (1, 3), (engine.Prefill(2, 48),), (), 0, {}, head, folder)
+    return engine.Task(
+        "tiny", weights, (1, 3), (engine.Prefill(2, 48),), (), (engine.Queue(3, 16, 4),), 0, {}, head, folder
+    )
 
 
 @pytest.mark.parametrize("weights", ["int4", "sparse24-int4", "sparse24-fp16"])
@@ -73,6 +75,7 @@ def test_every_point_is_written(engine: ModuleType, tmp_path: Path) -> None:
     assert all(entry["decode"][batch]["ms"] > 0 for batch in ("1", "3"))
     assert len(entry["decode"]["1"]["windows"]) == engine.WINDOWS
     assert len(entry["prefill"]["2x48"]["times"]) == engine.PREFILLS
+    assert entry["queue"]["3x16x4"]["tokens_per_second"] > 0
     sizes = engine.GEOMETRIES["tiny"]
     head = sizes.hidden // sizes.heads
     qkv = (sizes.heads + 2 * sizes.kv_heads) * head * sizes.hidden
@@ -80,4 +83,4 @@ def test_every_point_is_written(engine: ModuleType, tmp_path: Path) -> None:
     rest = 2 * sizes.words * sizes.hidden + (2 * sizes.layers + 1) * sizes.hidden
     # On a CPU they run dense in bfloat16.
     assert entry["bytes"] == {"linears": 2 * linears, "model": 2 * (linears + rest)}
-    assert engine.missing(one, engine.entry_of(one, content)) == ([], [], [])
+    assert engine.missing(one, engine.entry_of(one, content)) == ([], [], [], [])
