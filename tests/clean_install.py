@@ -46,6 +46,9 @@ command = Path(sys.executable).with_name("spearfish")
 for verb in (["--version"], ["doctor"], ["inspect", str(place / "b")], ["verify", str(place / "b")]):
     done = subprocess.run([command, *verb], capture_output=True, text=True)
     assert done.returncode == 0, (verb, done.stdout, done.stderr)
+    if verb == ["doctor"]:
+        for words in ("cuda-core is not installed", "pip install 'spearfish[transformers]'"):
+            assert words in " ".join(done.stdout.split()), done.stdout
 help = subprocess.run([command, "compress", str(place / "a"), str(place / "c")], capture_output=True, text=True)
 assert help.returncode != 0 and "pip install" in help.stderr and "Traceback" not in help.stderr, help
 print("end to end: fine, python", sys.version.split()[0], "torch", torch.__version__)

@@ -190,6 +190,99 @@ def test_versions_compare_as_numbers(version: str, floor: str, old: bool) -> Non
     assert diagnosis._older(version, floor) is old
 
 
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, built_for: str | None = "13.0") -> None:
+    """A machine with a torch built for CUDA, and a GPU of a capability or none."""
+    import torch
+
+    about = type("About", (), {"name": "Some GPU", "total_memory": 80 << 30, "multi_processor_count": 132})()
+    about.major, about.minor = capability or (0, 0)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(capability is not None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(diagnosis, "compiler", lambda broken: "not tried")
+    monkeypatch.setattr(diagnosis, "_driver", lambda: False)
+    monkeypatch.delenv("SPEARFISH_KERNEL", raising=False)
+
+
+def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, None, built_for=None)
+    report = diagnosis.examine()
+    assert report["broken"] == []
+    assert report["GPU"] == {"none": "this torch is built without CUDA"}
+    assert "would not run: no GPU that torch can use" in report["Paths"]["2:4 and INT4/INT8 kernels"]
+    assert "compress" in report["In short"]["works here"]
+    assert "as small on disk" in report["In short"]["without the kernels"]
+    assert report["In short"]["for the kernels"].startswith("an NVIDIA GPU of capability 8.0")
+
+    monkeypatch.setattr(diagnosis, "_driver", lambda: True)
+    report = diagnosis.examine()
+    assert "although an NVIDIA driver is here" in report["GPU"]["none"]
+    assert report["In short"]["for the kernels"].startswith("a CUDA build of torch")
+
+    gpu(monkeypatch, None)
+    assert "built for CUDA 13.0, but finds no usable GPU or driver" in diagnosis.examine()["GPU"]["none"]
+
+
+def test_doctor_without_the_cuda_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spearfish.kernels import jit
+
+    gpu(monkeypatch, (9, 0))
+    report = diagnosis.examine()
+    assert report["Paths"]["2:4 and INT4/INT8 kernels"] == "would run"
+    assert report["In short"] == {
+        "works here": "convert, inspect, verify, compress, evaluate, generate, all with the GPU kernels"
+    }
+    monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    report = diagnosis.examine()
+    assert report["broken"] == []
+    assert "would not run: cuda-core is not installed" in report["Paths"]["2:4 and INT4/INT8 kernels"]
+    assert "pip install 'spearfish[cu13]'" in report["In short"]["for the kernels"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "wanted"),
+    [("auto", (7, 5), "capability 8.0 or newer"), ("dense", (9, 0), "unset SPEARFISH_KERNEL")],
+)
+def test_doctor_where_the_kernels_do_not_run_though_all_is_there(
+    kernel: str, capability: tuple[int, int], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    monkeypatch.setenv("SPEARFISH_KERNEL", kernel)
+    report = diagnosis.examine()
+    assert report["Paths"]["2:4 and INT4/INT8 kernels"].startswith("would not run: ")
+    assert wanted in report["In short"]["for the kernels"]
+
+
+def test_doctor_with_a_torch_that_is_too_old(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = diagnosis.installed
+    monkeypatch.setattr(diagnosis, "installed", lambda name: "2.9.1+cu128" if name == "torch" else real(name))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "torch           2.9.1+cu128, too old: 2.11 is wanted" in out
+    assert "broken: torch 2.9.1+cu128 is too old: pip install 'torch>=2.11'" in out
+    assert "mend what is broken" in out
+
+
+def test_doctor_with_the_plugin_disabled(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name, value = "spearfish", "spearfish.integrations.vllm:register"
+
+        def load(self) -> None: ...
+
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: object())
+    monkeypatch.setattr(diagnosis.metadata, "entry_points", lambda group: [Entry()])
+    for allowed, switched_off in (("other", True), ("", True), ("other,spearfish", False)):
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+        code, out, _ = run(capsys, "doctor")
+        assert code == switched_off
+        assert ("the plugin is switched off by VLLM_PLUGINS" in out) == switched_off
+        assert (f"broken: VLLM_PLUGINS={allowed} keeps vLLM from loading the plugin" in out) == switched_off
+
+
 def test_doctor_sees_a_broken_vllm_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         name, value = "spearfish", "spearfish.integrations.vllm:register"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 import time
 from importlib import metadata
@@ -42,6 +43,7 @@ def examine(folder: Path | None = None) -> dict[str, Any]:
     }
     if folder is not None:
         report["Checkpoint"] = checkpoint(folder, broken)
+    report["In short"] = summary(broken)
     report["broken"] = broken
     return report
 
@@ -86,7 +88,8 @@ def gpus() -> Rows:
     import torch
 
     if torch.version.cuda is None:
-        return {"none": "this torch is built without CUDA"}
+        driver = ", although an NVIDIA driver is here: install a CUDA build of torch (pytorch.org)" if _driver() else ""
+        return {"none": f"this torch is built without CUDA{driver}"}
     if not torch.cuda.is_available():
         return {"none": f"torch is built for CUDA {torch.version.cuda}, but finds no usable GPU or driver"}
     rows = {}
@@ -97,6 +100,11 @@ def gpus() -> Rows:
             f" {about.multi_processor_count} multiprocessors"
         )
     return rows
+
+
+def _driver() -> bool:
+    """Whether an NVIDIA driver is on this machine, whatever torch sees of it."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def why_no_kernels() -> list[str]:
@@ -110,6 +118,8 @@ def why_no_kernels() -> list[str]:
         reasons.append("no GPU that torch can use")
     elif (capability := torch.cuda.get_device_capability()) < (8, 0):
         reasons.append("the GPU has capability {}.{}, 2:4 tensor cores begin at 8.0".format(*capability))
+    if os.environ.get("SPEARFISH_KERNEL") == "dense":
+        reasons.append("SPEARFISH_KERNEL=dense asks for the dense path")
     missing = jit.why_not()
     return reasons + ([missing] if missing else [])
 
@@ -143,8 +153,6 @@ def paths(broken: list[str]) -> Rows:
     except SpearfishError as error:
         broken.append(str(error))
         choice = "auto"
-    if choice == "dense":
-        reasons.append("SPEARFISH_KERNEL=dense asks for the dense path")
     rows = {
         "2:4 and INT4/INT8 kernels": "would not run: " + "; ".join(reasons) if reasons else "would run",
         "their compiler": compiler(broken),
@@ -198,6 +206,38 @@ def files(broken: list[str]) -> Rows:
         return {"cache": f"{cache}, not writable"}
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) if cache.exists() else 0
     return {"cache": f"{cache}, {size / 2**20:.0f} MiB"}
+
+
+def summary(broken: list[str]) -> Rows:
+    """What one can do here, and what would change that."""
+    models = installed("transformers") is not None
+    can = "convert, inspect, verify" + (", compress, evaluate, generate" if models else "")
+    fast = not broken and not why_no_kernels()
+    rows = {"works here": can + (", all with the GPU kernels" if fast and models else "")}
+    if not models:
+        rows["for the other commands"] = "pip install 'spearfish[transformers]'"
+    if broken:
+        rows["first"] = "mend what is broken, below"
+    elif not fast:
+        rows["without the kernels"] = (
+            "checkpoints are as small on disk; in memory and in speed they are like dense ones"
+        )
+        rows["for the kernels"] = _how_to_get_kernels()
+    return rows
+
+
+def _how_to_get_kernels() -> str:
+    import torch
+
+    from spearfish.kernels import jit
+
+    if torch.version.cuda is None and _driver():
+        return "a CUDA build of torch (pytorch.org), then pip install 'spearfish[cu13]'"
+    if not torch.cuda.is_available():
+        return "an NVIDIA GPU of capability 8.0 or newer (A100, RTX 30 and later) with its driver"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "a GPU of capability 8.0 or newer: A100, RTX 30 and later"
+    return jit.why_not() or "unset SPEARFISH_KERNEL"
 
 
 def checkpoint(folder: Path, broken: list[str]) -> Rows:
