@@ -1,4 +1,6 @@
-"""Write docs/cli.md from the command line's own --help (`make docs`), or say that it is stale (--check, in lint)."""
+"""Write what is generated in docs (`make docs`), or say what is stale (--check, in lint): cli.md from the commands' own
+--help, the pictures of formats.md, and the tables between `<!-- table: NAME -->` and `<!-- /table -->` in tutorial.md.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from pathlib import Path
 # Read by typer when it is imported: the page must not depend on the terminal it is made in.
 os.environ.update(TERMINAL_WIDTH="100", NO_COLOR="1", TERM="dumb", _TYPER_FORCE_DISABLE_TERMINAL="1")
 
+import tables
+from figures import FIGURES
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from spearfish.cli import app
 
-PAGE = Path(__file__).parent / "cli.md"
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 HEAD = "# The command line\n\nWritten by `make docs` from the commands' own `--help`; edit the help texts instead.\n"
 
 
@@ -29,7 +34,8 @@ def verbs() -> Iterator[tuple[str, ...]]:
         stack += [((*words, name), below[name]) for name in reversed(below)]
 
 
-def render() -> str:
+def command_line() -> str:
+    """The whole of cli.md."""
     sections = [HEAD]
     for words in verbs():
         result = CliRunner().invoke(app, [*words, "--help"], prog_name="spearfish")
@@ -40,13 +46,41 @@ def render() -> str:
     return "\n".join(sections)
 
 
+def with_tables(page: str) -> str:
+    """The page with its tables made anew."""
+    made = {"kernels": tables.kernels(RESULTS / "kernels"), "accuracy": tables.accuracy(RESULTS / "accuracy")}
+    for name, text in made.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- /table -->"
+        before, found, rest = page.partition(begin)
+        if not found or end not in rest:
+            sys.exit(f"error: tutorial.md has no place for the table {name}: wanted {begin.strip()} and {end}")
+        page = f"{before}{begin}{text}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file with what it should hold."""
+    tutorial = DOCS / "tutorial.md"
+    return {
+        DOCS / "cli.md": command_line(),
+        tutorial: with_tables(tutorial.read_text(encoding="utf-8")),
+        **{DOCS / "figures" / name: draw() for name, draw in FIGURES.items()},
+    }
+
+
 def main() -> None:
-    page = render()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
-            sys.exit("error: docs/cli.md does not match the commands' help; run `make docs` and commit it")
-    else:
-        PAGE.write_text(page, encoding="utf-8")
+    stale = {
+        path: text
+        for path, text in generated().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+    if "--check" not in sys.argv[1:]:
+        for path, text in stale.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    elif stale:
+        names = ", ".join(path.relative_to(DOCS.parent).as_posix() for path in stale)
+        sys.exit(f"error: {names} do not match what they are made from; run `make docs` and commit them")
 
 
 if __name__ == "__main__":

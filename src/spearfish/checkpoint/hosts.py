@@ -1,4 +1,4 @@
-"""Which programs run a folder of which format. Versions as of November 2026; sources in docs/formats.md."""
+"""Which programs run a folder of which format. Versions as of November 2026."""
 
 from __future__ import annotations
 
