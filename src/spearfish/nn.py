@@ -63,6 +63,8 @@ class QuantLinear(nn.Module):
         prepared = prepare(weight, device, dtype, self.batch_invariant)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(prepared.device, dtype)
+        if prepared.device.type == "cuda":  # the next call may come on another stream
+            torch.cuda.current_stream(prepared.device).synchronize()
         # Last, and in this order: whatever failed above left the layer as it was, and other threads go by these two.
         self._prepared = prepared
         self._neutral = None if prepared.stream is not None else weight
