@@ -7,7 +7,9 @@ of the activations' dtype, S = sum |x| |w|, and every error is a share of S.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -151,6 +153,7 @@ def matmul(x: torch.Tensor, weight: QuantWeight) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ the worst inputs
 
 
+@cache
 def worst_pair(kind: Kind, dtype: torch.dtype, sign: int) -> tuple[int, float]:
     """The code and the scale in [1, 2) / 1024 whose product the kernels round worst upwards (sign 1) or downwards: all
     codes times all scales of that binade."""
@@ -213,12 +216,21 @@ def attack(kind: Kind, dtype: torch.dtype, n: int, k: int, pattern: str, seed: i
 PATTERNS = ("aligned", "cancel", "spread", "random")
 
 
-def error_of(y: torch.Tensor, x: torch.Tensor, weight: QuantWeight) -> float:
-    """The largest error of y, as a share of S of its element, above the dtype's floor."""
+def judge(x: torch.Tensor, weight: QuantWeight) -> Callable[[torch.Tensor], float]:
+    """A function that tells the largest error of a y, as a share of S of its element, above the dtype's floor."""
     dense = reference.dequantize(weight, torch.float64)
     truth, size = x.double() @ dense.T, x.double().abs() @ dense.abs().T
     floor = FLOOR[x.dtype] * (1 + x.double().abs().sum(-1, keepdim=True) * (1 + (1 << weight.scheme.bits) % 65536))
-    return float((((y.double() - truth).abs() - floor).clamp(min=0) / size.clamp(min=1e-300)).max())
+
+    def error(y: torch.Tensor) -> float:
+        return float((((y.double() - truth).abs() - floor).clamp(min=0) / size.clamp(min=1e-300)).max())
+
+    return error
+
+
+def error_of(y: torch.Tensor, x: torch.Tensor, weight: QuantWeight) -> float:
+    """What `judge` says of one y."""
+    return judge(x, weight)(y)
 
 
 def search(kind: Kind, dtype: torch.dtype, k: int, tries: int) -> tuple[float, str]:

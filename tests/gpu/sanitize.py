@@ -29,14 +29,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Tool, families, options of sanitizer_set.py. Racecheck by family: it may not know all that one of them uses.
 RUNS = (
+    ("racecheck", "portable", ("--few",)),
+    ("racecheck", "hopper", ("--few",)),
     ("memcheck", "portable unpack", ()),
     ("memcheck", "hopper", ()),
     ("initcheck", "portable unpack", ()),
     ("initcheck", "hopper", ()),
     ("synccheck", "portable unpack", ()),
     ("synccheck", "hopper", ()),
-    ("racecheck", "portable", ("--few",)),
-    ("racecheck", "hopper", ("--few",)),
 )
 TOOLS = tuple(dict.fromkeys(tool for tool, *_ in RUNS))
 # The Python bindings ask an older driver for functions that it lacks; that is no fault of a kernel.
@@ -77,7 +77,8 @@ def summary(output: str) -> dict[str, Any]:
     if said:
         found["said"] = said[:12]
     if "Traceback" in output:
-        found["failed"] = output[output.rindex("Traceback") :].strip().splitlines()[-1][:500]
+        trace = [line for line in output[output.rindex("Traceback") :].splitlines() if not line.startswith("=========")]
+        found["failed"] = "\n".join(trace).strip().splitlines()[-1][:500]
     return found
 
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "sanitizer")
     parser.add_argument("--seconds", type=float, default=25, help="of cases in a run; the start of python comes on top")
     parser.add_argument("--limit", type=float, default=75, help="seconds after which a run is ended")
-    parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
@@ -110,11 +111,12 @@ def main() -> None:
     head = facts()
     compiled = output_of(str(HERE / "sanitizer_set.py"), "--compile")
     print(f"{head['gpu']}, {head['sanitizer']}, commit {head['commit']}; {compiled}", flush=True)
-    jobs = [(tool, "planted", ("--plant", tool)) for tool in arguments.tools]
+    jobs = []
     for tool, families, options in RUNS:
         if tool in arguments.tools and ("hopper" not in families or head["capability"] == "9.0"):
             how = (*options, "--seconds", f"{arguments.seconds:g}", "--families", *families.split())
             jobs.append((tool, families, how))
+    jobs += [(tool, "planted", ("--plant", tool)) for tool in arguments.tools]
     with ThreadPoolExecutor(arguments.jobs) as workers:
         results = list(workers.map(lambda job: run(job[0], job[2], arguments.limit), jobs))
     bad, rows = 0, []
