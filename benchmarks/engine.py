@@ -653,8 +653,10 @@ def answers_of_vllm(model: Path, prompts: list[list[int]], found: dict[str, Any]
 
     options: dict[str, Any] = {**ON_CPU, "dtype": "float32"}
     if torch.cuda.is_available():
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [len(prompts)]}
-        options = {"dtype": "float16", "compilation_config": graphs}
+        graphs = {"mode": found["mode"], "cudagraph_capture_sizes": [len(prompts)]}
+        if not found["mode"]:
+            graphs["cudagraph_mode"] = "FULL_DECODE_ONLY"
+        options = {"dtype": found["dtype"], "compilation_config": graphs}
     options |= {"max_model_len": max(map(len, prompts)) + ANSWER + 1, "max_num_seqs": len(prompts)}
     engine = start_engine(model, **options, **found["engine"])
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=2)
@@ -670,13 +672,13 @@ def answers_of_vllm(model: Path, prompts: list[list[int]], found: dict[str, Any]
     out.write_text(json.dumps({"answers": answers, "bytes": engine.apply_model(bytes_of)[0], "kernels": kernels}))
 
 
-def answers_of_transformers(model: Path, prompts: list[list[int]], out: Path) -> None:
+def answers_of_transformers(model: Path, prompts: list[list[int]], dtype: str, out: Path) -> None:
     """Greedy tokens of transformers, one prompt at a time, written to `out`."""
     import torch
 
     import spearfish
 
-    loaded = spearfish.load(model, dtype="float16" if torch.cuda.is_available() else "float32")
+    loaded = spearfish.load(model, dtype=dtype if torch.cuda.is_available() else "float32")
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
@@ -704,12 +706,14 @@ def same(options: argparse.Namespace) -> int:
         "machine": machine(),
         "versions": versions(),
         "engine": engine,
+        "mode": options.mode,
+        "dtype": options.dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / "vllm.json", Path(folder) / "transformers.json"]
         ended = [
             in_fresh_process(answers_of_vllm, options.start, options.model, prompts, found, outs[0]),
-            in_fresh_process(answers_of_transformers, options.start, options.model, prompts, outs[1]),
+            in_fresh_process(answers_of_transformers, options.start, options.model, prompts, options.dtype, outs[1]),
         ]
         if not all(ended):
             return 1
@@ -731,7 +735,7 @@ def same(options: argparse.Namespace) -> int:
         found["answers"].append(one)
         print(f"{question}\n  vllm: {one['vllm']!r}\n  transformers: {one['transformers']!r}")
         print(f"  {one['same']} of {one['tokens']} tokens the same; lead there: {one['lead at the first difference']}")
-    path = results_path(options.results, found["machine"]["gpu"], f"same-{found['model'].lower()}")
+    path = results_path(options.results, found["machine"]["gpu"], f"same-{found['model'].lower()}-{options.dtype}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     leads = [one["lead at the first difference"] for one in found["answers"]]
@@ -782,6 +786,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return added
 
     def in_engine(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--mode", type=int, default=0, help="vLLM's compilation: 0 without Inductor, 3 its default")
         added.add_argument(
             "--attention", help="vLLM's attention_backend, such as TRITON_ATTN; its own choice if absent"
         )
@@ -799,11 +804,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     queues = products(Queue, "REQUESTSxTOKENSxANSWER, such as 64x512x128")
     added.add_argument("--queue", type=queues, default=(), help="REQUESTSxTOKENSxANSWER: serve so many, with commas")
     added.add_argument("--profile", type=parse_counts, default=(), help="batches of decode steps to look into")
-    added.add_argument("--mode", type=int, default=0, help="vLLM's compilation mode: 0 without Inductor, 3 its default")
     in_engine(added)
     added = verb(same, "serve a checkpoint with vLLM and with transformers, compare")
     added.add_argument("model", type=Path, help="folder of the checkpoint")
     added.add_argument("--name", help="of the model in the result file; the folder's if absent")
+    added.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of activations, on a GPU")
     added.add_argument("--tie", type=float, default=0.02, help="a lead in log-probability that rounding may turn")
     in_engine(added)
     verb(page, "write docs/serving.md and its charts")

@@ -266,9 +266,9 @@ def compared(one: Measured) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
     yield f"* {found['date']}, {found['machine']['gpu']}, commit {found['commit']}: {versions}\n"
     yield (
-        "Greedy decoding in both, in float16, with our kernels. The two engines round attention and norms in different"
-        " ways, so a token whose lead over the second best is small may fall either way, and the rest of the answer"
-        " with it. The lead is a difference of log-probabilities in vLLM.\n"
+        f"Greedy decoding in both, in {found['dtype']}, with our kernels; vLLM in compilation mode {found['mode']}. The two"
+        " engines round attention and norms in different ways, so a token whose lead over the second best is small may"
+        " fall either way, and the rest of the answer with it. The lead is a difference of log-probabilities in vLLM.\n"
     )
     rows = []
     for each in found["answers"]:
