@@ -87,7 +87,7 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	@touch $@
 
 # What is costly to prove is proved apart from the tests; counts and logs: docs/reliability.md.
-.PHONY: fuzz kill dist audit
+.PHONY: fuzz kill dist audit sanitize soak
 FUZZ_SECONDS := 300
 FUZZ_STEERED := header config index recipe text dense-model folder-marlin_24 folder-gptq_v2 folder-ct-marlin-24 \
 	folder-ct-pack folder-ct-sparse-24 folder-ct-sparse-b
@@ -103,6 +103,16 @@ kill: $(VENV)/.dev  ## end compress, convert and the kernel cache at 120 random 
 
 dist: $(VENV)/.dev  ## sdist, wheel, a clean environment, import and a tiny end-to-end; prints the wheel's size
 	@$(BIN)/python tests/clean_install.py
+
+# These two, like test-gpu, use the python at hand.
+SOAK := --minutes 8
+
+sanitize:  ## the GPU kernels under compute-sanitizer: four tools, a table of kinds and shapes (2 minutes)
+	@python3 tests/gpu/sanitize.py
+
+soak:  ## random products on the GPU, each checked, SOAK='--minutes 8 --seed 0'
+	@PYTHONPATH=src:tests/gpu$${PYTHONPATH:+:$$PYTHONPATH} python3 tests/gpu/soak.py $(SOAK) \
+	    --out benchmarks/results/reliability/soak.json
 
 audit: $(VENV)/.dev  ## known weaknesses of the pinned dependencies; fails where no advisory service answers
 	@$(INSTALL) -e '.[audit]'

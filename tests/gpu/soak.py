@@ -8,8 +8,9 @@ checks every element of every result with the tolerance of the GPU tests. Each x
 inside a longer array, both full of NaN: what is read beyond x spoils the result, what is written beyond y is seen.
 Before each turn the memory that the allocator hands out next and the kernels' scratch memory are filled with NaN.
 
-A failure prints one line that repeats its turn alone. The last line is JSON with the counts, which `--out` keeps in a
-file; exit status 1 if anything failed. Kernels are compiled first; that time does not count.
+A failure prints one line that repeats its turn alone, and so does a turn that does not end. The last line is JSON with
+the counts, which `--out` keeps in a file; exit status 1 if anything failed. Kernels are compiled first; that time does
+not count.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +47,7 @@ from spearfish.scheme import QuantScheme
 STREAMS = 4
 GUARD = 256  # elements of NaN on either side of y; a multiple of the 16 bytes that y is aligned to
 MOST_FAILURES = 20
+SECONDS_OF_A_TURN = 20
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,10 @@ def poison(streams: list[torch.cuda.Stream]) -> None:
                 torch.empty(nbytes // 4, device="cuda").fill_(float("nan"))
 
 
-def run_turn(seed: int, index: int, streams: list[torch.cuda.Stream], counts: Counter[str]) -> list[str]:
-    """One turn; what was wrong with it."""
+def run_turn(
+    seed: int, index: int, streams: list[torch.cuda.Stream], counts: Counter[str], apart: bool = False
+) -> list[str]:
+    """One turn; what was wrong with it. `apart`: announce each product and wait for it."""
     choice, make = random.Random(f"{seed}:{index}"), torch.Generator(device="cuda").manual_seed(index)
     turn = draw(choice, index)
     weight = random_weight(turn.scheme, turn.n, turn.k, turn.dtype, seed=index)
@@ -160,6 +168,9 @@ def run_turn(seed: int, index: int, streams: list[torch.cuda.Stream], counts: Co
     poison(streams)
     torch.cuda.synchronize()
     for product, x, bias, _, y in cases:
+        if apart:
+            torch.cuda.synchronize()
+            print(f"{turn}; {product}", flush=True)
         with torch.cuda.stream(streams[product.stream]):
             if product.family == "auto":
                 matmul(x, prepared, bias, out=y)
@@ -184,6 +195,27 @@ def run_turn(seed: int, index: int, streams: list[torch.cuda.Stream], counts: Co
     return wrong
 
 
+def repeat(seed: int, index: int) -> str:
+    return f"repeat: python tests/gpu/soak.py --seed {seed} --only {index} --apart"
+
+
+@contextmanager
+def watched(seed: int, index: int) -> Iterator[None]:
+    """Ends the process if what is inside does not end: nothing can be done about a kernel that hangs."""
+
+    def give_up() -> None:
+        print(f"FAILED turn {index} does not end\n  {repeat(seed, index)}", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(SECONDS_OF_A_TURN, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     length = parser.add_mutually_exclusive_group(required=True)
@@ -191,6 +223,9 @@ def main() -> None:
     length.add_argument("--seconds", type=float)
     length.add_argument("--only", type=int, metavar="TURN", help="one turn, to repeat a failure")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--apart", action="store_true", help="name each product and wait for it, to find the one at fault"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the last line there, too")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name(0)}: {compile_all()}", flush=True)
@@ -214,7 +249,8 @@ def main() -> None:
             told = now
             print(f"{now - started:4.0f} s: {counts['turns']} turns, {counts['products']} products", flush=True)
         try:
-            wrong, broken = run_turn(arguments.seed, index, streams, counts), False
+            with watched(arguments.seed, index):
+                wrong, broken = run_turn(arguments.seed, index, streams, counts, arguments.apart), False
         except (SpearfishError, RuntimeError) as error:
             # After most errors of the device nothing more can be run in this process.
             words = " ".join(str(error).split())[:300]
