@@ -8,11 +8,12 @@ their functions where they can, so that help stays quick.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -68,10 +69,20 @@ def _register() -> None:
     for panel, module_name, verbs in VERBS:
         module = importlib.import_module(f"spearfish.cli.{module_name}")
         if not verbs:
+            for command in module.app.registered_commands:
+                command.help = _flowing(command.callback)
             app.add_typer(module.app, name=module_name, rich_help_panel=panel)
         for verb in verbs:
-            settings = PASSED_ON if verb == "serve" else None
-            app.command(name=verb, rich_help_panel=panel, context_settings=settings)(getattr(module, verb))
+            function = getattr(module, verb)
+            passed_on: dict[str, Any] = {"context_settings": PASSED_ON, "options_metavar": "DIR [OPTIONS]"}
+            extra = passed_on if verb == "serve" else {}
+            app.command(name=verb, rich_help_panel=panel, help=_flowing(function), **extra)(function)
+
+
+def _flowing(function: Callable[..., Any]) -> str:
+    """A docstring with one line for each paragraph: the help wraps them to the terminal, and would keep our breaks."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 _register()

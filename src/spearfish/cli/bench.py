@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 What = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[WHAT]...",
+        metavar="WHAT",
         help="k x n of a layer (4096x28672), a set (nine, 8b), or the folder of a checkpoint, whose layers are taken."
         "  [default: nine]",
         show_default=False,

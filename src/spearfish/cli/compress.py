@@ -26,12 +26,15 @@ def compress(
     model: Annotated[
         str,
         typer.Argument(
+            metavar="MODEL",
             help="Dense model: a folder, a .gguf file, a hub name (owner/model), or package:NAME for an installed"
             " package that carries one GGUF.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write; appears whole or not at all.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not at all.", show_default=False)
+    ],
     bits: Annotated[int, typer.Option(help="4 or 8; 16 prunes without quantising.")] = 4,
     group_size: Annotated[int, typer.Option(help="Weights along k that share a scale; 0 for one per output.")] = 128,
     method: Annotated[str, typer.Option(help=METHODS_HELP)] = "admm",
@@ -42,11 +45,21 @@ def compress(
         list[str] | None, typer.Option(help="Modules to quantise but not prune, same patterns. Repeatable.")
     ] = None,
     calibration: Annotated[
-        str, typer.Option(help="Text: a file, a folder, hub:NAME, or what comes along: 'articles' or 'addresses'.")
+        str,
+        typer.Option(
+            help="Text: a file, a folder, hub:NAME, what comes along ('articles' or 'addresses'), or 'self': the model"
+            " writes it, which is quick on a GPU."
+        ),
     ] = "articles",
     num_samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 32,
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    catch_up: Annotated[
+        float,
+        typer.Option(
+            help="Share of what was lost before a layer that it is asked to make good, 0 to 1; wants many samples."
+        ),
+    ] = 0.0,
     reconstruct: Annotated[
         int, typer.Option(help="Training steps for each block after it is solved; 0 for none, 20 are few, 200 many.")
     ] = 0,
@@ -57,6 +70,12 @@ def compress(
     recover: Annotated[
         str, typer.Option(help="Time for learning from the dense model afterwards, such as 5m; 0 for none.")
     ] = "0",
+    recover_text: Annotated[
+        str,
+        typer.Option(
+            help="Text to learn from, as for --calibration; 'auto' is 'self' on a GPU and 'articles' elsewhere."
+        ),
+    ] = "auto",
     to: Annotated[str, typer.Option("--to", help="Format to write, as for convert.")] = "marlin_24",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
@@ -88,6 +107,8 @@ def compress(
         reconstruct=reconstruct,
         budget=budget,
         recover=seconds(recover),
+        recover_text=recover_text,
+        catch_up=catch_up,
     )
     with _bars(as_json) as progress:
         report = run(
@@ -108,9 +129,15 @@ def compress(
 
 
 def evaluate(
-    folder: Annotated[str, typer.Argument(help="Checkpoint folder, or any dense model that compress takes.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, or any dense model that compress takes.")
+    ],
     text: Annotated[
-        str, typer.Option(help="Prose to predict: a file, a folder, hub:NAME, or 'builtin', which comes along.")
+        str,
+        typer.Option(
+            help="Prose to predict: a file, a folder, hub:NAME, or what comes along: 'articles', which compress"
+            " calibrates on and so flatters, 'addresses', or 'builtin', both."
+        ),
     ] = "builtin",
     against: Annotated[
         str | None, typer.Option(help="Dense model to compare with: adds the distance between their predictions.")
