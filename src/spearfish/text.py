@@ -43,6 +43,8 @@ def read_text(source: str) -> list[str]:
 
     Raises FormatError if there is nothing to read.
     """
+    if source == "self" and not Path(source).exists():
+        raise FormatError("text: 'self' is what the dense model writes itself while it is compressed; it lies nowhere")
     if source in SHIPPED:
         return [document for name in SHIPPED[source] for document in _shipped(name)]
     if source.startswith("hub:"):

@@ -7,6 +7,7 @@ With a mask still to be found this is SparseGPT (Frantar & Alistarh 2023), with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -32,17 +33,24 @@ def cheapest_pairs(w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     Removing the pair P and letting all other columns make up for it costs w_Pᵀ ([H⁻¹]_PP)⁻¹ w_P exactly, where H is
     that of the columns from here on and its inverse's top block is uᵀu.
     """
+    first, second, keep = _pairs(w.device)
     inverse = u.T @ u
-    costs = []
-    for a, b in PAIRS:
-        aa, bb, ab = inverse[a, a], inverse[b, b], inverse[a, b]
-        determinant = (aa * bb - ab * ab).clamp_min(torch.finfo(torch.float32).tiny)
-        costs.append((w[a].square() * bb + w[b].square() * aa - 2 * w[a] * w[b] * ab) / determinant)
-    best = torch.stack(costs).argmin(dim=0)
-    keep = torch.ones(len(PAIRS), 4, dtype=torch.bool, device=w.device)
-    for row, pair in enumerate(PAIRS):
-        keep[row, list(pair)] = False
-    return keep[best].T
+    aa, bb, ab = (inverse[i, j][:, None] for i, j in ((first, first), (second, second), (first, second)))
+    x, y = w[first], w[second]
+    determinant = (aa * bb - ab * ab).clamp_min(torch.finfo(torch.float32).tiny)
+    costs = (x.square() * bb + y.square() * aa - 2 * x * y * ab) / determinant
+    return keep[costs.argmin(dim=0)].T
+
+
+@cache
+def _pairs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both places of each pair, int64 [6], and bool [6, 4] of what stays when it goes: made once, not per quad."""
+    first, second = torch.tensor(PAIRS, device=device).T
+    keep = torch.ones(len(PAIRS), 4, dtype=torch.bool, device=device)
+    rows = torch.arange(len(PAIRS), device=device)
+    keep[rows, first] = False
+    keep[rows, second] = False
+    return first, second, keep
 
 
 def sweep(

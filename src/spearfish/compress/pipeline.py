@@ -259,6 +259,10 @@ def _recover(
     took = time.perf_counter() - begin
     recovery.settings = replace(settings, budget=max(settings.budget - took, 0.0))
     recovery.run(cut, work.path / "recovery.safetensors", progress)
+    if not recovery.step:
+        result.warnings.append(
+            f"recovery: its {settings.budget:.0f} s were over before the first step, text took {took:.0f} s of them"
+        )
     result.recover = recovery.summary() | {
         "source": source,
         "tokens_of_text": cut.numel(),

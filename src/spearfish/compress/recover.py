@@ -267,9 +267,8 @@ class Recovery:
             self.layers[name] = layer
         # Gains in float32: bfloat16 would swallow steps this small.
         self.gains: dict[str, nn.Parameter] = {}
-        inside = f"{dense.architecture.blocks}."
         for name, parameter in list(self.student.named_parameters()):
-            if parameter.dim() == 1 and name.startswith(inside) and name.endswith("norm.weight"):
+            if parameter.dim() == 1 and name.endswith("norm.weight"):
                 owner = self.student.get_submodule(name.rpartition(".")[0])
                 owner.weight = nn.Parameter(dense.reader.tensor(name).to(device).float())
                 self.gains[name] = owner.weight
@@ -309,7 +308,10 @@ class Recovery:
             now = time.perf_counter()
             self.elapsed = now - begin
             # The step that would end beyond the budget is not begun.
-            fraction = self.step / settings.steps if settings.steps else (self.elapsed + longest) / settings.budget
+            if settings.steps:
+                fraction = self.step / settings.steps
+            else:
+                fraction = (self.elapsed + longest) / settings.budget if settings.budget > 0 else 1.0
             if fraction >= 1:
                 break
             pending.append(self._one(tokens[self._rows(len(tokens), per_step)].to(self.device), fraction))

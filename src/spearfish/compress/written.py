@@ -7,8 +7,8 @@ a text, the next one is begun at once.
 
 from __future__ import annotations
 
+import inspect
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -70,10 +70,7 @@ def write(
     done = 0
     while done < count:
         size = min(batch, count - done)
-        with warnings.catch_warnings():
-            # The cache's argument has a new name in some releases of transformers that still take the old one.
-            warnings.simplefilter("ignore", FutureWarning)
-            parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
+        parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
         done += size
         took = time.perf_counter() - begin
         if progress is not None:
@@ -126,6 +123,8 @@ def _batch(
     # [size, longest]: what each window must go on with, -1 where it is free.
     forced = _some(next_texts, size, generator)[:, len(between) :]
     forced = nn.functional.pad(forced, (0, len(between)), value=-1)
+    # Newer releases of transformers have a new name for it.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache: Any = None
     logits: torch.Tensor | None = None
     for position in range(len(prefix), length):
@@ -141,10 +140,10 @@ def _batch(
         tokens[:, position] = chosen
         if position + 1 < length:
             given = tokens[:, : position + 1] if cache is None else chosen[:, None]
-            out: Any = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out: Any = model(input_ids=given, use_cache=True, logits_to_keep=1, **{cache_name: cache})
             if cache is None and not out.logits.isfinite().all():
                 raise SpearfishError("the model's predictions are not finite: it cannot write its own calibration text")
-            cache, logits = out.past_key_values, out.logits[:, -1]
+            cache, logits = getattr(out, cache_name), out.logits[:, -1]
     return tokens
 
 

@@ -1,0 +1,76 @@
+"""Text that a model writes itself: it is the model's own, it repeats, and a run that goes on finds it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from spearfish.compress import Recipe, compress, written
+from spearfish.errors import SpearfishError
+from spearfish.models import load_dense
+from spearfish.text import read_text
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("written")
+    tiny.llama(initializer_range=0.05, num_hidden_layers=2).save_pretrained(place / "dense")
+    tiny.save_tokenizer(place / "dense")
+    return place
+
+
+def test_windows_are_whole_and_repeat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "AT_ONCE_CPU", 4)
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    dense = load_dense(place / "dense")
+    model, tokenizer = dense.whole(), dense.tokenizer()
+    tokens = written.write(model, tokenizer, 6, 40, seed=3)
+    assert tokens.shape == (6, 40) and tokens.dtype == torch.int64
+    assert tokens.min() >= 0 and tokens.max() < 512
+    assert torch.equal(tokens, written.write(model, tokenizer, 6, 40, seed=3))
+    assert not torch.equal(tokens, written.write(model, tokenizer, 6, 40, seed=4))
+    # No time at all still gives one batch.
+    assert len(written.write(model, tokenizer, 6, 40, seconds=0.0)) == 4
+
+
+def test_it_is_the_models_own_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is sure of its next word writes just that; where it ends a text, another is begun."""
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    dense = load_dense(place / "dense")
+    model, tokenizer = dense.whole(), dense.tokenizer()
+    favourite, end = 300, tokenizer.all_special_ids[0]
+    head = torch.nn.Linear(128, 512)
+    head.weight.data.zero_()
+    head.bias.data.zero_()
+    head.bias.data[favourite] = 1000.0
+    model.lm_head = head
+    tokens = written.write(model, tokenizer, 4, 40)
+    assert (tokens[:, -20:] == favourite).all()
+    head.bias.data[end] = 2000.0
+    assert not (written.write(model, tokenizer, 4, 40) == end).any()
+    head.bias.data[end] = float("nan")
+    with pytest.raises(SpearfishError, match="not finite"):
+        written.write(model, tokenizer, 4, 40)
+
+
+def test_a_run_calibrates_on_it_and_keeps_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    recipe = Recipe(group_size=64, method="magnitude", calibration=written.NAME, num_samples=8, seq_len=32)
+
+    def stop(stage: str, *_: object) -> None:
+        if stage == "blocks":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(place / "dense", place / "out", recipe, fast=False, progress=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(written, "write", lambda *_: pytest.fail("the text was there"))
+        report = compress(place / "dense", place / "out", recipe, fast=False)
+    assert report.calibration["source"] == "self" and report.calibration["tokens"] == 256
+    with pytest.raises(SpearfishError, match="longer than the model's longest input"):
+        compress(place / "dense", place / "never", Recipe(calibration="self", seq_len=300, method="rtn"), fast=False)
+    with pytest.raises(SpearfishError, match="'self'"):
+        read_text("self")
