@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+if __name__ == "__main__":  # before torch is imported
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 from gpu_reference import ROUNDING, compile_all, expect, random_weight
