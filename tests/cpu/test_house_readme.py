@@ -19,7 +19,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.
 
 def shell_lines(page: Path) -> list[str]:
     """Everything on a page that is a command of ours: in indented or fenced blocks, and in `code`."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")  # a line that goes on
     blocks = [line.strip() for line in re.findall(r"^(?:    |\$ )(.+)$", text, re.MULTILINE)]
     blocks += [
         line.strip()
