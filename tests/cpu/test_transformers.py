@@ -331,6 +331,25 @@ def test_adapters_train_on_a_frozen_base(made: tuple[Path, nn.Module], tmp_path:
     assert torch.allclose(logits(dense), trained_logits, atol=1e-4)
 
 
+def test_all_linear_means_ours_too(tmp_path: Path) -> None:
+    """PEFT looks for nn.Linear: in a mixed model it would train the few plain ones and say nothing."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny.llama()
+    weights = {
+        name: tiny.round_to_nearest(layer.weight) for name, layer in tiny.linears(model).items() if "o_proj" not in name
+    }
+    write(tmp_path / "m", model, weights)
+    base = spearfish.load(tmp_path / "m", device="cpu")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for adapter in ("default", "second"):
+        found = {name.split(".lora_A")[0] for name, _ in adapted.named_modules() if name.endswith(f"lora_A.{adapter}")}
+        assert found == {f"base_model.model.{name}" for name in tiny.linears(model)}
+    adapted(input_ids=PROMPT, labels=PROMPT).loss.backward()
+    assert adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_B.default").weight.grad.any()
+
+
 def test_gradients_reach_the_input_as_through_the_twin(made: tuple[Path, nn.Module]) -> None:
     root, twin = made
     model = spearfish.load(root / "ct-marlin-24", device="cpu")

@@ -360,6 +360,7 @@ def register() -> None:
 def teach_peft() -> None:
     """Let PEFT put LoRA adapters on `QuantLinear` (it knows layers by their class). Nothing happens without PEFT."""
     try:
+        from peft.tuners import tuners_utils
         from peft.tuners.lora import model as lora_model
         from peft.tuners.lora.gptq import GPTQLoraLinear
     except ImportError:
@@ -391,6 +392,20 @@ def teach_peft() -> None:
 
     dispatch.knows_quant_linear = True  # type: ignore[attr-defined]
     lora_model.dispatch_default = dispatch
+    plain_targets = tuners_utils._maybe_include_all_linear_layers
+
+    def targets(config: Any, model: nn.Module) -> Any:
+        """PEFT's "all-linear" stands for every `nn.Linear` but the head; ours are meant as well."""
+        asked = str(getattr(config, "target_modules", None)).lower() == "all-linear"
+        config = plain_targets(config, model)
+        if asked:
+            head = getattr(model, "get_output_embeddings", lambda: None)()
+            # Below an adapter lies a `base_layer`, whose adapter PEFT has already named.
+            ours = {name for name, layer in quantised(model) if layer is not head and not name.endswith(".base_layer")}
+            config.target_modules = {*config.target_modules, *ours}
+        return config
+
+    tuners_utils._maybe_include_all_linear_layers = targets
 
 
 register()
