@@ -67,7 +67,10 @@ def prepare(
 def _prepare(weight: QuantWeight, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> PreparedWeight:
     reason = _why_no_kernel(weight, device, dtype)
     if reason is None:
-        return to_stream(weight, device, dtype, batch_invariant, path="tile stream: " + _kernel_words(device))
+        prepared = to_stream(weight, device, dtype, batch_invariant, path="tile stream: " + _kernel_words(device))
+        # Kernels begin to read weights before the kernel in front of them has ended, and may run on other streams.
+        torch.cuda.current_stream(device).synchronize()
+        return prepared
     if batch_invariant and device.type == "cuda":
         raise UnsupportedError(f"batch_invariant needs one of the kernels, and none takes this weight: {reason}")
     dense = _dequantize_in_chunks(weight, device, dtype)
