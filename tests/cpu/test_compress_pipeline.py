@@ -19,7 +19,7 @@ from spearfish.cli import app
 from spearfish.compress import Recipe, compress
 from spearfish.compress.hessian import Hessian, relative_error
 from spearfish.compress.pipeline import estimate_memory
-from spearfish.compress.recipe import matches, seconds
+from spearfish.compress.recipe import matches, seconds, time_or_steps
 from spearfish.compress.report import LayerReport, Report
 from spearfish.compress.walk import Walker
 from spearfish.errors import SpearfishError, UnsupportedError
@@ -226,8 +226,10 @@ def test_patterns_and_times() -> None:
     with pytest.raises(SpearfishError, match="no regular expression"):
         matches("x", ("re:(",))
     assert [seconds(text) for text in ("90", "90s", "5m", "1.5h", "0")] == [90, 90, 300, 5400, 0]
-    with pytest.raises(SpearfishError, match="no length of time"):
-        seconds("five")
+    for text, parse in (("five", seconds), ("50steps", seconds), ("-3steps", time_or_steps)):
+        with pytest.raises(SpearfishError, match="no length of time"):
+            parse(text)
+    assert [time_or_steps(text) for text in ("50steps", "1 step", "5m")] == [(0, 50), (0, 1), (300, None)]
 
 
 def test_the_verbs(place: Path) -> None:

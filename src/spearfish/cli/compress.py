@@ -68,7 +68,11 @@ def compress(
         typer.Option(help="Share of the layers' bytes that stays dense, where pruning would hurt most; such as 0.25."),
     ] = 0.0,
     recover: Annotated[
-        str, typer.Option(help="Time for learning from the dense model afterwards, such as 5m; 0 for none.")
+        str,
+        typer.Option(
+            help="Time for learning from the dense model afterwards, such as 5m; or 50steps, which take as long as"
+            " they take and give the same every time; 0 for none."
+        ),
     ] = "0",
     recover_text: Annotated[
         str,
@@ -92,8 +96,9 @@ def compress(
     """Make a dense model 2:4-sparse and quantised, block by block. A killed run goes on where it stopped."""
     from spearfish.compress import Recipe
     from spearfish.compress import compress as run
-    from spearfish.compress.recipe import seconds
+    from spearfish.compress.recipe import time_or_steps
 
+    recover_time, recover_steps = time_or_steps(recover)
     recipe = Recipe(
         bits=bits,
         group_size=group_size or None,
@@ -106,7 +111,8 @@ def compress(
         seed=seed,
         reconstruct=reconstruct,
         budget=budget,
-        recover=seconds(recover),
+        recover=recover_time,
+        recover_steps=recover_steps,
         recover_text=recover_text,
         catch_up=catch_up,
     )

@@ -130,5 +130,11 @@ def seconds(text: str) -> float:
     """Seconds of "90", "90s", "5m" or "1.5h". Raises SpearfishError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not found:
-        raise SpearfishError(f"{text!r} is no length of time; write 90s, 5m or 1.5h")
+        raise SpearfishError(f"{text!r} is no length of time; write 90s, 5m or 1.5h, and for recovery also 50steps")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def time_or_steps(text: str) -> tuple[float, int | None]:
+    """Seconds of a length of time and None, or 0 and the number of "50steps". Raises SpearfishError."""
+    found = re.fullmatch(r"\s*(\d+)\s*steps?\s*", text)
+    return (0.0, int(found[1])) if found else (seconds(text), None)
