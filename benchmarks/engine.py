@@ -132,6 +132,7 @@ def _compressed(form: str, groups: dict[str, Any], **more: Any) -> dict[str, Any
 BLOCKS: dict[str, dict[str, Any] | None] = {
     "fp16": None,
     "int4": _compressed("pack-quantized", _groups(4)),
+    "int4-marlin": _compressed("pack-quantized", _groups(4)),
     "int4-exllama": _compressed("pack-quantized", _groups(4)),
     "sparse24-int4": _compressed("marlin-24", _groups(4)),
     "sparse24-int8": _compressed("marlin-24", _groups(8)),
@@ -139,11 +140,15 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
         "dense", {}, sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "ignore": ["lm_head"]}
     ),
 }
-# vLLM takes the first kernel of its list that fits; without these it takes the plain GPTQ kernel.
-_FASTER = "CutlassW4A8 Machete AllSpark Marlin Conch"
-SETTINGS = {
-    "int4-exllama": {"VLLM_DISABLED_KERNELS": ",".join(f"{name}LinearKernel" for name in _FASTER.split())},
-}
+# vLLM takes the first kernel of its list that fits; without some it takes another.
+_OTHERS = ("CutlassW4A8", "Machete", "AllSpark")
+
+
+def _without(*names: str) -> dict[str, str]:
+    return {"VLLM_DISABLED_KERNELS": ",".join(f"{name}LinearKernel" for name in names)}
+
+
+SETTINGS = {"int4-marlin": _without(*_OTHERS), "int4-exllama": _without(*_OTHERS, "Marlin", "Conch")}
 
 
 @dataclass(frozen=True)
@@ -486,13 +491,16 @@ def summary(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str,
 
 def is_ours(name: str) -> bool:
     """Our entries have no mangled names."""
-    return name.split("(")[0] in ("hopper", "hopper_decode", "portable", "unpack")
+    return name.split("(")[0] in ("hopper", "hopper_decode", "portable", "unpack_tiles")
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without the arguments of templates and functions."""
-    name = re.sub(r"^void ", "", name.replace("(anonymous namespace)::", ""))
-    return re.split(r"[<(]", name)[0][:80]
+    """A kernel's name without return type and the arguments of templates and functions."""
+    name = name.replace("(anonymous namespace)::", "")
+    while (bare := re.sub(r"<[^<>]*>", "", name)) != name:
+        name = bare
+    name = name.split("(")[0].strip()
+    return (name if name.startswith("Mem") else name.split(" ")[-1])[:80]
 
 
 def bytes_of(model: Any) -> dict[str, int]:

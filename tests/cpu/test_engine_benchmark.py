@@ -118,7 +118,7 @@ def test_a_profile_counts_overlap_once(engine: ModuleType) -> None:
     events = []
     for start in (0.0, 100.0):
         events += [
-            ("void (anonymous namespace)::norm<float>(int)", start, start + 10),
+            ("std::enable_if<(8 > 0), void>::type (anonymous namespace)::norm<A<2>, 8>(A<2>*)", start, start + 10),
             ("hopper_decode", start + 8, start + 20),
             ("Memcpy DtoH", start + 30, start + 31),
         ]
