@@ -177,7 +177,8 @@ def run_turn(
             else:
                 family = next(family for family in families() if family.name == product.family)
                 bound = family.bind(product.config, problem_of(turn, prepared, product.m), 0)
-                bound(functional.pad(x, (0, -turn.k % 8)), prepared.stream, prepared.column_scale, bias, y)
+                aligned = functional.pad(x, (0, -turn.k % 8)) if turn.k % 8 else x
+                bound(aligned, prepared.stream, prepared.column_scale, bias, y)
     torch.cuda.synchronize()
     dense, wrong = reference.dequantize(weight, torch.float64), []
     for product, x, bias, around, y in cases:

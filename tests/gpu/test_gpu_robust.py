@@ -84,7 +84,7 @@ def test_scratch_memory_full_of_nan(scheme: QuantScheme) -> None:
 def test_a_thousand_replays_between_eager_calls(kernel: str) -> None:
     """The graph and eager calls share weight, launches and streams, and disturb each other in no bit."""
     weight = random_weight(G128, 1024, 4096, HALF)
-    prepared, many = prepare(weight), tokens_of(kernel)[-2:]
+    prepared, many = prepare(weight), (tokens_of(kernel)[0], 100)
     xs = [inputs(m, 4096, m) for m in many]
     truths = [matmul(x, prepared) for x in xs]
     for x, truth in zip(xs, truths, strict=True):
@@ -216,7 +216,7 @@ def test_arguments_that_kernels_cannot_take_as_they_are(kernel: str) -> None:
 # ------------------------------------------------------------------------------------------------ processes
 
 PROCESS = """
-import hashlib, os, sys
+import ctypes, hashlib, os, sys
 import torch
 from cuda.core.utils import FileStreamProgramCache
 from gpu_reference import check, random_weight
@@ -248,6 +248,7 @@ sys.stdin.readline()
 if reader and os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, or it could not look into its own /proc
 first = product(torch.float16)
 if reader:
     assert compiled == [], compiled
