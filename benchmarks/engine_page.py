@@ -273,7 +273,7 @@ def compared(one: Measured) -> Iterator[str]:
     yield (
         f"Greedy decoding in both, in {found['dtype']}, with our kernels; vLLM compiles in mode {found['mode']}. The"
         " two engines round attention and norms in different ways, so a token whose lead over the second best is small"
-        " may fall either way, and the rest of the answer with it. Leads are differences of log-probabilities in vLLM.\n"
+        " may fall either way, and the rest after it. Leads are differences of log-probabilities in vLLM.\n"
     )
     rows = []
     for each in found["answers"]:
