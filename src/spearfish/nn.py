@@ -24,12 +24,18 @@ class QuantLinear(nn.Module):
     It holds the neutral weight until `prepare` (or the first forward), then only what the kernel reads. Moving it to
     another device, copying it and saving it work before and after: a weight that was prepared as a tile stream is
     turned back exactly, one that runs dense keeps its neutral form beside it. The state dict always holds the neutral
-    tensors. The weight is frozen; gradients flow to x and to the bias.
+    tensors. The weight is frozen; gradients flow to x and to the bias. `plain` keeps the kernels out of it.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: QuantWeight, bias: torch.Tensor | None = None, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        weight: QuantWeight,
+        bias: torch.Tensor | None = None,
+        batch_invariant: bool = False,
+        plain: bool = False,
+    ) -> None:
         super().__init__()
         if bias is not None and tuple(bias.shape) != (weight.n,):
             raise ShapeError(f"bias {list(bias.shape)} does not fit a weight [n={weight.n}, k={weight.k}]: want [n]")
@@ -37,6 +43,7 @@ class QuantLinear(nn.Module):
         self.out_features = weight.n
         self.in_features = weight.k
         self.batch_invariant = batch_invariant
+        self.plain = plain
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._neutral: QuantWeight | None = weight
         self._prepared: PreparedWeight | None = None
@@ -60,7 +67,7 @@ class QuantLinear(nn.Module):
     def prepare(self, device: torch.device | str | None = None, dtype: torch.dtype = torch.float16) -> QuantLinear:
         """Prepare for activations of `dtype` on `device` (default: where the weight is) and let go of the rest."""
         weight = self.weight
-        prepared = prepare(weight, device, dtype, self.batch_invariant)
+        prepared = prepare(weight, device, dtype, self.batch_invariant, self.plain)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(prepared.device, dtype)
         if prepared.device.type == "cuda":  # the next call may come on another stream

@@ -419,6 +419,21 @@ def test_sparse_bitmask_folder(tmp_path: Path, flat_prefix: bool) -> None:
     assert torch.equal(open_checkpoint(tmp_path / "b").dense("model.layers.0.q_proj"), sparse)
 
 
+def test_an_unstructured_bitmask_folder_is_written_dense(tmp_path: Path) -> None:
+    """Nothing in it is 2:4, so nothing else can be made of it; but what it holds is not lost."""
+    loose = torch.randn(64, 36)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "config.json").write_text(json.dumps({**CONFIG, "sparsity_config": {"format": "sparse-bitmask"}}))
+    save_file(bitmask(loose, "model.layers.0.k_proj.weight", False), tmp_path / "s" / "model.safetensors")
+    for to in ("marlin_24", "gptq", "ct-sparse-24-bitmask"):
+        with pytest.raises(UnsupportedError, match="nothing to"):
+            convert(tmp_path / "s", tmp_path / "out", to)
+    convert(tmp_path / "s", tmp_path / "out", "dense")
+    found = open_checkpoint(tmp_path / "out")
+    assert found.format == "dense"
+    assert torch.equal(found.tensor("model.layers.0.k_proj.weight"), loose)
+
+
 def test_inspect_notes_what_is_almost_24(tmp_path: Path) -> None:
     spoilt = values(128, 256, 0)
     spoilt[3, 0:4] = 1

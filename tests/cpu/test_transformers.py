@@ -23,13 +23,14 @@ import spearfish
 import tiny
 from spearfish import reference, sparse24
 from spearfish.checkpoint import CheckpointWriter, convert
-from spearfish.errors import UnsupportedError
+from spearfish.errors import QuantizationError, UnsupportedError
 from spearfish.integrations import transformers as guest
 from spearfish.scheme import QuantScheme, QuantWeight
 
 PROMPT = torch.tensor([[5, 77, 301, 9, 150]])
 QUANTISED = ("marlin_24", "gptq", "gptq_v2", "ct-marlin-24", "ct-pack-quantized")
 HALF = ("dense", "ct-sparse-24-bitmask")
+ASKED = "dense: the plain path was asked for"
 
 
 def write(folder: Path, model: nn.Module, weights: dict[str, QuantWeight], form: str = "marlin_24") -> None:
@@ -122,6 +123,24 @@ def test_device_maps(made: tuple[Path, nn.Module], device_map: Any) -> None:
     root, twin = made
     model = AutoModelForCausalLM.from_pretrained(root / "gptq", dtype=torch.float32, device_map=device_map)
     assert torch.equal(logits(model), logits(twin))
+
+
+def test_gptq_by_name_is_the_plain_path(made: tuple[Path, nn.Module]) -> None:
+    """As in vLLM, where asking for the slower method forces it; a file that can only be ours stays ours."""
+    root, twin = made
+
+    def paths(folder: Path, quantization: str | None) -> set[str]:
+        model = spearfish.load(folder, device="cpu", quantization=quantization)
+        assert torch.equal(logits(model), logits(twin))
+        assert all(layer.plain == (layer.prepared.path == ASKED) for _, layer in guest.quantised(model))
+        return {layer.prepared.path for _, layer in guest.quantised(model)}
+
+    kernels = {"dense: the device is cpu"}
+    assert paths(root / "gptq", "gptq") == {ASKED}
+    assert paths(root / "gptq", None) == paths(root / "gptq", "gptq_marlin") == kernels
+    assert paths(root / "marlin_24", "gptq") == kernels
+    with pytest.raises(QuantizationError, match="'gptq' was asked for, .* 'compressed-tensors'"):
+        spearfish.load(root / "ct-marlin-24", device="cpu", quantization="gptq")
 
 
 def test_automatic_maps_see_the_size_in_the_file() -> None:

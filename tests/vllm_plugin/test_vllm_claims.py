@@ -46,6 +46,7 @@ def registered() -> None:
         (GPTQ | {"checkpoint_format": "gptq_v2"}, None, None),
         (GPTQ | {"checkpoint_format": "gptq"} | OURS, None, "gptq_marlin_24"),
         (GPTQ | OURS, "gptq_marlin", None),  # an explicit wish for vLLM's own
+        (GPTQ | OURS, "gptq", None),  # the plain path there
         (CT | {"format": "marlin-24"}, None, "gptq_marlin_24"),
         (CT | {"format": "marlin-24"}, "compressed-tensors", "gptq_marlin_24"),
         (CT | {"format": "pack-quantized"}, None, None),

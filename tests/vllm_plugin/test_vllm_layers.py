@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm.model_executor.layers.linear as host
 import vllm.model_executor.parameter
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from conftest import Shop
@@ -458,3 +459,22 @@ def test_without_headers_a_uniform_file_loads_all_the_same(
     x = torch.randn(2, HIDDEN)
     truth = dequantize(open_checkpoint(folders["ct-pack-quantized"]).weight(name))
     torch.testing.assert_close(layer.quant_method.apply(layer, x), x @ truth.T)
+
+
+@pytest.mark.parametrize("knows_mappers", [True, False])
+def test_what_old_bitmask_files_compress_beyond_linears_is_refused(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_mappers: bool
+) -> None:
+    """Embeddings or norms; and, where vLLM cannot rename tensors, the old names themselves."""
+    new, old = folders["ct-sparse-24-bitmask"], tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_bytes((new / "config.json").read_bytes())
+    tensors = load_file(new / "model.safetensors")
+    table = "model.embed_tokens" if knows_mappers else f"{LAYER}.mlp.up_proj"
+    for part in ("compressed", "bitmask", "shape"):
+        tensors[f"{table}.weight.{part}"] = tensors.pop(f"{LAYER}.mlp.up_proj.{part}")
+    save_file(tensors, old / "model.safetensors", {"format": "pt"})
+    if not knows_mappers:
+        monkeypatch.delattr(plugin.QuantizationConfig, "get_checkpoint_weight_mapper")
+    with pytest.raises(UnsupportedError, match=rf"{table}\.weight.* vLLM .*convert .* --to ct-sparse-24-bitmask"):
+        config_of(old, "sparse24")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from conftest import Shop
 from spearfish.checkpoint.config import OUR_KEY
+from spearfish.checkpoint.reader import BITMASK_PARTS
 
 PROMPTS = ([1, 5, 7, 9, 30], [1, 100, 200, 3], list(range(2, 40)))
 TOKENS = 16
@@ -97,6 +99,27 @@ def test_files_of_other_writers(int4: Shop, form: str) -> None:
 
 def test_sixteen_bits_and_tied_embeddings(half: Shop) -> None:
     found, engine = run(half.as_format("ct-sparse-24-bitmask"))
+    assert found == twin(half)
+    assert quantisation_of(engine) == "sparse24"
+
+
+def test_old_names_of_bitmask_files(half: Shop, tmp_path: Path) -> None:
+    """The oldest writers put the parameter's own name in front, and the block under another key."""
+    new, old = half.as_format("ct-sparse-24-bitmask"), tmp_path / "old"
+    shutil.copytree(new, old)
+    parts = tuple(f".{part}" for part in BITMASK_PARTS)
+    tensors = load_file(new / "model.safetensors")
+    renamed = {
+        f"{name.rpartition('.')[0]}.weight.{name.rpartition('.')[2]}" if name.endswith(parts) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, old / "model.safetensors", {"format": "pt"})
+    config = json.loads((old / "config.json").read_text())
+    block = config.pop("quantization_config")
+    block.pop(OUR_KEY)
+    (old / "config.json").write_text(json.dumps(config | {"compression_config": block}))
+    found, engine = run(old)
     assert found == twin(half)
     assert quantisation_of(engine) == "sparse24"
 

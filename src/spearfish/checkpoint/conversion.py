@@ -189,7 +189,8 @@ class _Job:
             raise UnsupportedError(
                 f"--require-sparse: not every linear layer is 2:4; {len(unpruned)} are not, the first is {unpruned[0]}"
             )
-        if not self.report.layers:
+        decompressed = self.to == "dense" and self.checkpoint.format != "dense"
+        if not self.report.layers and not decompressed:
             raise UnsupportedError(
                 f"{self.checkpoint.path}: no layer is quantised or 2:4, so there is nothing to convert to {self.to}."
                 f" Compress the model first (spearfish compress)"

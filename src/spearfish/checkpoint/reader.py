@@ -25,6 +25,8 @@ LAYER_FORMATS = {
     "ct-marlin-24": ("ct-marlin-24", "ct-pack-quantized"),
     "ct-sparse-24-bitmask": ("ct-sparse-bitmask", "ct-sparse-24-bitmask"),
 }
+# What the bitmask formats make of one parameter.
+BITMASK_PARTS = ("compressed", "bitmask", "shape", "row_offsets")
 # Modules whose 2-D weight is a table to look rows up in, not a linear layer.
 _EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|word_embeddings|position_embeddings)([._]|$)")
 # A layer with fewer spoilt quads than this was meant to be 2:4 and lost it; one with more was never pruned. (A layer
@@ -275,7 +277,7 @@ def _group(entries: dict[str, Entry], quant: QuantConfig) -> dict[str, tuple[str
     for full in entries:
         module, _, local = full.rpartition(".")
         # The bitmask formats were also written with the parameter's own name in front: P.weight.bitmask.
-        if module.endswith(".weight") and local in ("compressed", "bitmask", "shape", "row_offsets"):
+        if module.endswith(".weight") and local in BITMASK_PARTS:
             module = module.removesuffix(".weight")
         modules.setdefault(module, {})[local] = full
     candidates = LAYER_FORMATS.get(quant.format, (quant.format,))

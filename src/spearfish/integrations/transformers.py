@@ -34,7 +34,7 @@ from spearfish.formats.ct_pack_quantized import CtPackQuantized
 from spearfish.formats.dense import Dense
 from spearfish.formats.gptq import Gptq, GptqV2
 from spearfish.nn import QuantLinear
-from spearfish.quantization import resolve
+from spearfish.quantization import get_quantization_config, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,11 @@ THEIRS = (Gptq.name, GptqV2.name, CtPackQuantized.name, Dense.name)
 
 
 def load(
-    path: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None, **options: Any
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    quantization: str | None = None,
+    **options: Any,
 ) -> Any:
     """A checkpoint folder of any format as a transformers model, in eval mode.
 
@@ -54,7 +58,10 @@ def load(
         else float16.
     device: "cuda" if there is a GPU, else "cpu"; `device_map` may be given instead, as to `from_pretrained`, to which
         all other options go.
-    Raises FormatError for a damaged folder, UnsupportedError for what cannot be placed or run.
+    quantization: the name of a method (`spearfish.quantization`), if the file's own is not wanted: "gptq" runs a GPTQ
+        file dequantised, without the kernels.
+    Raises FormatError for a damaged folder, UnsupportedError for what cannot be placed or run, QuantizationError for a
+    method that does not take the file.
     """
     checkpoint = open_checkpoint(path)
     if "device_map" not in options:
@@ -67,7 +74,9 @@ def load(
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedError(f"{path}: transformers cannot make this model from its config: {error}") from error
-    config.quantization_config = FileConfig(_block_of(checkpoint))
+    block = _block_of(checkpoint)
+    plain = quantization is not None and get_quantization_config(resolve(block, quantization)).plain
+    config.quantization_config = FileConfig(block, plain)
     if dtype is None:
         dtype = _default_dtype(config, options["device_map"])
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -108,10 +117,14 @@ def streamer(tokenizer: Any) -> Any:
 
 
 class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The quantization_config block of a file, kept word for word, so that saving writes what was read."""
+    """The quantization_config block of a file, kept word for word, so that saving writes what was read.
 
-    def __init__(self, block: dict[str, Any]) -> None:
+    plain: whether its layers run dequantised although a kernel may exist.
+    """
+
+    def __init__(self, block: dict[str, Any], plain: bool = False) -> None:
         self.block = dict(block)
+        self.plain = plain
         self.quant_method = self.block.get("quant_method", OURS)
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +210,7 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, module in list(model.named_modules()):
             if isinstance(module, Placeholder):
                 device = module.room.device
-                layer = _read(self.checkpoint, name, module.bias, self.dtype)
+                layer = _read(self.checkpoint, name, module.bias, self.dtype, self.quantization_config.plain)
                 if isinstance(layer, QuantLinear):
                     prepared = layer.prepare(device, self.dtype).prepared
                     nbytes += prepared.nbytes if prepared else 0
@@ -245,10 +258,10 @@ def quantised(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
             yield name, module
 
 
-def _read(checkpoint: Checkpoint, name: str, bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Module:
-    """The layer in the place of a placeholder: a QuantLinear, or a plain one for 16-bit values that are not 2:4."""
+def _read(checkpoint: Checkpoint, name: str, bias: nn.Parameter | None, dtype: torch.dtype, plain: bool) -> nn.Module:
+    """The layer in the place of a placeholder: a QuantLinear, or nn.Linear for 16-bit values that are not 2:4."""
     if checkpoint.linears[name].scheme.bits < 16:
-        return QuantLinear(checkpoint.weight(name), bias)
+        return QuantLinear(checkpoint.weight(name), bias, plain=plain)
     try:
         return QuantLinear(checkpoint.weight(name), bias)
     except (FormatError, UnsupportedError) as reason:

@@ -31,7 +31,7 @@ from spearfish import quantization
 from spearfish.checkpoint import open_checkpoint
 from spearfish.checkpoint.config import QuantConfig, interpret
 from spearfish.checkpoint.patterns import Budget, Pattern
-from spearfish.checkpoint.reader import Checkpoint
+from spearfish.checkpoint.reader import BITMASK_PARTS, Checkpoint
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import FORMATS, transforms
 from spearfish.formats.ct_bitmask import CtSparseBitmask
@@ -213,10 +213,11 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:
-        """vLLM drops the group index of every column by default; our formats want to see it."""
+        """vLLM drops the group index of every column by default; our formats want to see it. The oldest bitmask files
+        put the parameter's own name in front: P.weight.bitmask."""
         from vllm.model_executor.models.utils import WeightsMapper
 
-        return WeightsMapper()
+        return WeightsMapper(orig_to_new_suffix={f".weight.{part}": f".{part}" for part in BITMASK_PARTS})
 
     def maybe_update_config(self, model_name: str, *_: Any, revision: str | None = None, **__: Any) -> None:
         """Read the headers of the checkpoint, which tell of every layer its format, size and scheme."""
@@ -228,7 +229,24 @@ class FileConfig(QuantizationConfig):  # type: ignore[misc]
                 *(model_name, self.quant.format),
             )
             return
-        self.layers = _layers_of(open_checkpoint(folder))
+        checkpoint = open_checkpoint(folder)
+        self._refuse_old_names(checkpoint)
+        self.layers = _layers_of(checkpoint)
+
+    @staticmethod
+    def _refuse_old_names(checkpoint: Checkpoint) -> None:
+        """Raise UnsupportedError for what the oldest bitmask files hold and this vLLM has no place for."""
+        reason = None
+        if checkpoint.tables:
+            reason = f"{next(iter(checkpoint.tables))} is compressed, which vLLM only reads of linear layers"
+        elif not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
+            old = (name for name in checkpoint.entries if name.endswith(".weight.bitmask"))
+            reason = next((f"it has the old name {name}, which this vLLM cannot map" for name in old), None)
+        if reason:
+            raise UnsupportedError(
+                f"{checkpoint.path}: {reason}. Write it anew: spearfish convert {checkpoint.path} OUT"
+                f" --to ct-sparse-24-bitmask"
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers as vLLM renames modules of this model."""

@@ -47,10 +47,12 @@ def prepare(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float16,
     batch_invariant: bool = False,
+    plain: bool = False,
 ) -> PreparedWeight:
     """A new object that `matmul` can multiply activations of `dtype` with on `device` (default: where `weight` is).
 
     batch_invariant: row r of the product has the same bits whatever other rows stand beside it, for a little speed.
+    plain: dequantise once and use the library's product, though a kernel may exist.
     Scales of groups are rounded to `dtype` if they have another; a scale per row stays float32.
     `weight` is not changed and not kept. Raises UnsupportedError for a dtype that is no float, OutOfMemoryError if the
     GPU has no room.
@@ -59,13 +61,15 @@ def prepare(
     if not dtype.is_floating_point:
         raise UnsupportedError(f"activations must be a float dtype, got {dtype}")
     try:
-        return _prepare(weight, device, dtype, batch_invariant)
+        return _prepare(weight, device, dtype, batch_invariant, plain)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(f"preparing a weight [n={weight.n}, k={weight.k}]", device, error) from error
 
 
-def _prepare(weight: QuantWeight, device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> PreparedWeight:
-    reason = _why_no_kernel(weight, device, dtype)
+def _prepare(
+    weight: QuantWeight, device: torch.device, dtype: torch.dtype, batch_invariant: bool, plain: bool
+) -> PreparedWeight:
+    reason = "the plain path was asked for" if plain else _why_no_kernel(weight, device, dtype)
     if reason is None:
         prepared = to_stream(weight, device, dtype, batch_invariant, path="tile stream: " + _kernel_words(device))
         # Kernels begin to read weights before the kernel in front of them has ended, and may run on other streams.

@@ -3,8 +3,8 @@
     resolve({"quant_method": "gptq", "checkpoint_format": "marlin_24", ...})    ->  "gptq_marlin_24"
 
 The names are the vocabulary of vLLM 0.4.3, where these files come from: what a config says and a user may ask for.
-All methods lead to the same kernels, "gptq" to the dequantised path. Where the answer differs from that of vLLM 0.4.3,
-`spearfish.quantization.deviations` says so and why.
+All methods lead to the same kernels, "gptq" to the dequantised path if it is asked for by name. Where the answer
+differs from that of vLLM 0.4.3, `spearfish.quantization.deviations` says so and why.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class QuantizationConfig(ABC):
     name: what a config says under quant_method and a user asks for.
     supported_dtypes: of the activations.
     min_capability: of the GPU that its kernels need, major * 10 + minor. (Older GPUs and CPUs get the dense path.)
-    plain: True if the method asks for the dequantised path although a kernel may exist.
+    plain: True if asking for the method by name asks for the dequantised path, although a kernel may exist.
     """
 
     name: ClassVar[str]

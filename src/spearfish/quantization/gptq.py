@@ -19,7 +19,7 @@ def calls_itself_gptq(config: Mapping[str, Any]) -> bool:
 
 
 class GptqConfig(QuantizationConfig):
-    """GPTQ files on the dequantised path: what a user gets who asks for "gptq", and files that no kernel takes."""
+    """GPTQ files that the old kernels did not take; and any, on the dequantised path, for a user who asks for it."""
 
     name = "gptq"
     min_capability = 60
