@@ -107,7 +107,7 @@ dist: $(VENV)/.dev  ## sdist, wheel, a clean environment, import and a tiny end-
 # These two, like test-gpu, use the python at hand.
 SOAK := --minutes 8
 
-sanitize:  ## the GPU kernels under compute-sanitizer: four tools, a table of kinds and shapes (2 minutes)
+sanitize:  ## the GPU kernels under compute-sanitizer: four tools, a table of kinds and shapes
 	@python3 tests/gpu/sanitize.py
 
 soak:  ## random products on the GPU, each checked, SOAK='--minutes 8 --seed 0'
