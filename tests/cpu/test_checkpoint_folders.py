@@ -292,6 +292,9 @@ def test_mixed_model(tmp_path: Path) -> None:
     assert not [layer for layer in report.layers if layer.error is not None]
     assert all(same(open_checkpoint(tmp_path / "packed").weight(name), weight) for name, weight in weights.items())
     assert verify(tmp_path / "packed").ok
+    again = convert(tmp_path / "packed", tmp_path / "again", "marlin_24")
+    assert [note for note in again.notes if "stored dense" in note and note.startswith("1 of 3 ") and LAYERS[1] in note]
+    assert not any("stored dense" in note for note in report.notes)
 
 
 def test_padding(tmp_path: Path) -> None:

@@ -200,6 +200,12 @@ class _Job:
                 f"{self.checkpoint.path}: no layer is 2:4, so there is nothing to store as {self.to}."
                 f" Its dense codes fit marlin, gptq or ct-pack-quantized; spearfish compress prunes the original model"
             )
+        dense = [layer.name for layer in self.report.layers if "dense" in layer.after]
+        if self.to in SPARSE_TARGETS and dense:
+            self.report.notes.append(
+                f"{len(dense)} of {len(self.report.layers)} layers are not 2:4, nor nearly, and were stored dense; the"
+                f" first is {dense[0]} (--require-sparse refuses such a folder)"
+            )
         if self.asked and not self.requantised:
             self.report.notes.append("--bits and --group-size had no effect: the layers are quantised already")
 
