@@ -133,6 +133,16 @@ def test_the_installed_command_ends_with_the_code(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("words", [("compress", "A", "B"), ("evaluate", "A"), ("generate", "A", "hi")])
+@pytest.mark.parametrize(("device", "wanted"), [("cuda:99", "torch finds"), ("warp", "no such device")])
+def test_a_device_that_is_not_there(
+    words: tuple[str, ...], device: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *words, "--device", device)
+    assert code == 1
+    assert err.startswith(f"error: --device {device}: {wanted}")
+
+
 def test_doctor_tells_versions_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

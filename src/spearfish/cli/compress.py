@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spearfish.cli.run import need_device
+
 if TYPE_CHECKING:
     from spearfish.compress import Progress as Callback
     from spearfish.compress import Report
@@ -36,7 +38,9 @@ def compress(
         Path, typer.Argument(metavar="OUT", help="Folder to write; appears whole or not at all.", show_default=False)
     ],
     bits: Annotated[int, typer.Option(help="4 or 8; 16 prunes without quantising.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Weights along k that share a scale; 0 for one per output.")] = 128,
+    group_size: Annotated[
+        int, typer.Option(help="Weights along k that share a scale; 0 or -1 for one per output.")
+    ] = 128,
     method: Annotated[str, typer.Option(help=METHODS_HELP)] = "admm",
     ignore: Annotated[
         list[str] | None, typer.Option(help="Modules to leave as they are: '*.o_proj' or 're:...'. Repeatable.")
@@ -101,7 +105,7 @@ def compress(
     recover_time, recover_steps = time_or_steps(recover)
     recipe = Recipe(
         bits=bits,
-        group_size=group_size or None,
+        group_size=None if group_size in (0, -1) else group_size,
         method=method,
         ignore=tuple(ignore or ()),
         dense_layers=tuple(dense_layers or ()),
@@ -116,12 +120,13 @@ def compress(
         recover_text=recover_text,
         catch_up=catch_up,
     )
+    where = _device(device)
     with _bars(as_json) as progress:
         report = run(
             model,
             out,
             recipe,
-            device=_device(device),
+            device=where,
             overwrite=overwrite,
             format=to,
             force_generic=force_generic,
@@ -170,9 +175,10 @@ def evaluate(
 def _device(name: str) -> str:
     import torch
 
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    need_device(name)
+    return name
 
 
 def _open(source: str, device: str) -> tuple[Any, Any]:
@@ -201,15 +207,20 @@ def _bars(silent: bool) -> Iterator[Callback]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=silent) as bars:
-        tasks: dict[str, Any] = {}
+    bars = Progress(*columns, console=Console(stderr=True), disable=silent)
+    tasks: dict[str, Any] = {}
 
-        def update(stage: str, done: int, total: int, note: str) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, note=note)
-            bars.update(tasks[stage], completed=done, total=total, note=note)
+    def update(stage: str, done: int, total: int, note: str) -> None:
+        bars.start()  # with the first news: an error before any leaves no empty line
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total, note=note)
+        bars.update(tasks[stage], completed=done, total=total, note=note)
 
+    try:
         yield update
+    finally:
+        if tasks:
+            bars.stop()
 
 
 def _print_report(console: Console, report: Report, layers: bool) -> None:

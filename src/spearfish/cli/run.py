@@ -15,7 +15,7 @@ from rich.table import Table
 
 from spearfish.checkpoint import open_checkpoint
 from spearfish.cli import diagnosis
-from spearfish.errors import FormatError
+from spearfish.errors import FormatError, UnsupportedError
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder, of any format.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU is taken if there is one.")]
@@ -102,6 +102,7 @@ def serve(context: typer.Context) -> None:
 def open_model(folder: Path, device: str | None, dtype: DType) -> tuple[Any, Any]:
     """Model and tokenizer of a checkpoint folder; says on stderr what it takes."""
     models = need_models()
+    need_device(device)
     open_checkpoint(existing(folder))
     tokenizer = models.load_tokenizer(folder)
     import torch
@@ -120,6 +121,23 @@ def open_model(folder: Path, device: str | None, dtype: DType) -> tuple[Any, Any
         f" {model.dtype} ({'; '.join(paths) or 'no quantised layer'})"
     )
     return model, tokenizer
+
+
+def need_device(name: str | None) -> None:
+    """Raises UnsupportedError for a device that torch does not know or does not have here; None is any."""
+    import torch
+
+    if name is None:
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnsupportedError(f"--device {name}: no such device; wanted cpu, cuda or cuda:1 and so on") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"--device {name}: torch finds {torch.cuda.device_count()} GPUs here; leave the option out to take what"
+            " there is. `spearfish doctor` says more"
+        )
 
 
 def need_models() -> Any:
