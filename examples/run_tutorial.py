@@ -20,13 +20,14 @@ import argparse
 import difflib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,10 +160,12 @@ class Shell:
         return done.returncode, done.stdout, done.stderr
 
 
-def run_page(page: str, shell: Shell, begin: str | None = None) -> Iterator[tuple[Block, list[Command], list[str]]]:
+def run_page(
+    page: str, shell: Shell, only: Sequence[str] = (), renew: bool = False
+) -> Iterator[tuple[Block, list[Command], list[str]]]:
     """Runs the page's blocks in order. Yields each console block that was run with its commands, their outputs replaced
-    by what was printed where the two differ, and the complaints. `begin`: leave out all commands before the first that
-    contains this text."""
+    by what was printed where the two differ (with `renew` also where they may), and the complaints. `only`: run the
+    commands that contain one of these texts and leave the others as they are."""
     for block in blocks(page):
         if block.file and not block.mark.startswith("not run"):
             (shell.folder / block.file).write_text(block.text.partition("\n")[2], encoding="utf-8")
@@ -170,10 +173,8 @@ def run_page(page: str, shell: Shell, begin: str | None = None) -> Iterator[tupl
             continue
         commands, complaints = block.commands, []
         for command in commands:
-            if begin is not None:
-                if begin not in command.line:
-                    continue
-                begin = None
+            if only and not any(words in command.line for words in only):
+                continue
             start = time.perf_counter()
             code, out, err = shell.run(command.line)
             say(f"{time.perf_counter() - start:6.1f} s  $ {command.line}")
@@ -186,6 +187,7 @@ def run_page(page: str, shell: Shell, begin: str | None = None) -> Iterator[tupl
             if block.mark == "varies":
                 if bool(said.strip()) != bool(shown):
                     complaints.append(f"$ {command.line}\nprinted {'something' if shown else 'nothing'}")
+                if renew or complaints:
                     command.output = shown
             elif differs(said, "\n".join(shown)):
                 diff = difflib.unified_diff(command.output, shown, "the page", "the program", lineterm="")
@@ -208,17 +210,19 @@ def render(commands: list[Command]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put what differs into the page")
-    parser.add_argument("--from", dest="begin", help="begin at the first command with this text; implies --keep")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only commands with this text, in the folder that --keep left"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folder, .tutorial, and what is in it")
     options = parser.parse_args()
     folder, start = ROOT / ".tutorial", time.perf_counter()
-    if options.begin is None:
+    if not options.only:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     page = PAGE.read_text(encoding="utf-8")
     changed, shift, count, wrong = page, 0, 0, []
     with Shell(folder) as shell:
-        for block, commands, complaints in run_page(page, shell, options.begin):
+        for block, commands, complaints in run_page(page, shell, options.only, options.write):
             count += len(commands)
             wrong += complaints
             new = render(commands)
@@ -228,16 +232,18 @@ def main() -> None:
                 say(textwrap.indent(complaint, "          "))
             if options.write:
                 PAGE.write_text(changed, encoding="utf-8")
-    if not (options.keep or options.begin):
+    if not (options.keep or options.only):
         shutil.rmtree(folder)
     took = time.perf_counter() - start
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     broken = [complaint for complaint in wrong if "\nended with " in complaint]
     if broken or (wrong and not options.write):
         sys.exit(
             f"error: {len(wrong)} of {count} commands do not do what docs/tutorial.md says (above). If the page is to"
             " follow: python examples/run_tutorial.py --write"
         )
-    say(f"the tutorial: {count} commands, {len(wrong)} outputs renewed, {took:.0f} s")
+    say(f"the tutorial: {count} commands, {len(wrong)} outputs renewed")
+    say(f"{took:.0f} s, processor {spent.ru_utime + spent.ru_stime:.0f} s")
 
 
 if __name__ == "__main__":
