@@ -48,7 +48,8 @@ def command_line() -> str:
 
 def with_tables(page: str) -> str:
     """The page with its tables made anew."""
-    made = {"kernels": tables.kernels(RESULTS / "kernels"), "accuracy": tables.accuracy(RESULTS / "accuracy")}
+    makers = {"kernels": tables.kernels, "engine": tables.engine, "accuracy": tables.accuracy}
+    made = {name: make(RESULTS / name) for name, make in makers.items()}
     for name, text in made.items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- /table -->"
         before, found, rest = page.partition(begin)

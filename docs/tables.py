@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from spearfish.bench.report import by_tokens, geometric_mean, number, ratio, row
 from spearfish.bench.results import load_all
 from spearfish.compress import METHODS
 from spearfish.scheme import QuantScheme
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from engine_page import load as load_engine
 
 NOTHING = "*(Not measured yet: no result file has been committed.)*"
 OURS, LIBRARY = "spearfish", "cublas"
@@ -39,6 +43,24 @@ def _with_range(ratios: list[float | None]) -> str:
     if not known:
         return number(None)
     return f"{number(geometric_mean(known))} ({number(min(known))} to {number(max(known))})"
+
+
+def engine(folder: Path) -> str:
+    """Per geometry: how much faster 2:4 int4 is than dense int4 and fp16 in the same engine."""
+    parts = []
+    for one in load_engine(folder)[0]:
+        kinds = ("sparse24-int4", "int4", "fp16")
+        rows = [(f"decode, {batch}", [one.decode(kind, batch) for kind in kinds]) for batch in one.batches]
+        rows += [(f"prefill, {which}", [one.prefill(kind, which) for kind in kinds]) for which in one.prefills]
+        body = [
+            (what, number(ratio(dense, ours)), number(ratio(half, ours)))
+            for what, (ours, dense, half) in rows
+            if ours is not None
+        ]
+        if body:
+            gpu = one.head("sparse24-int4")["machine"]["gpu"]
+            parts.append(f"{one.geometry} on {gpu}:\n\n" + table(("requests", "× dense int4", "× fp16"), body))
+    return "\n\n".join(parts) or NOTHING
 
 
 def accuracy(folder: Path) -> str:

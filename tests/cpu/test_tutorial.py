@@ -176,6 +176,23 @@ def test_the_kernel_table_is_the_files(tables: ModuleType, tmp_path: Path) -> No
     assert "3.46 (3.00 to 4.00)" in text
 
 
+def test_the_engine_table_is_the_files(tables: ModuleType, tmp_path: Path) -> None:
+    assert "Not measured" in tables.engine(tmp_path)
+
+    def kind(ms: float) -> dict[str, Any]:
+        return {"run": "r", "decode": {"1": {"ms": ms}, "16": {"ms": 2 * ms}}, "prefill": {"8x512": {"ms": 100 * ms}}}
+
+    weights = {"sparse24-int4": kind(4.0), "int4": kind(6.0), "fp16": kind(10.0)}
+    weights["sparse24-int4"]["decode"]["16"]["ms"] = 12.0  # slower than its rival, and shown so
+    (tmp_path / "gpu").mkdir()
+    runs = [{"id": "r", "machine": {"gpu": "Some GPU"}}]
+    (tmp_path / "gpu" / "yi-34b.json").write_text(json.dumps({"weights": weights, "runs": runs}))
+    text = tables.engine(tmp_path)
+    assert "Yi-34B on Some GPU" in text
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[4:]]
+    assert cells == [["decode, 1", "1.50", "2.50"], ["decode, 16", "1.00", "1.67"], ["prefill, 8x512", "1.50", "2.50"]]
+
+
 def test_the_accuracy_table_is_the_files(tables: ModuleType, tmp_path: Path) -> None:
     assert "Not measured" in tables.accuracy(tmp_path)
 
