@@ -244,7 +244,9 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
                     state[f"{name}.bias"] = module.bias.detach()
         return state, {}
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        if isinstance(dtype, str):  # transformers hands on what the config says, which saving turns into a word
+            dtype = getattr(torch, dtype.removeprefix("torch."))
         for name, module in list(quantised(model)):
             weight = reference.dequantize(module.weight, dtype or torch.float32)
             _replace(model, name, _plain_linear(weight, module.bias))
