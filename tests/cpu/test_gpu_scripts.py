@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import sanitize
@@ -17,6 +18,7 @@ from gpu_reference import random_weight
 from spearfish.kernels import config, hopper, jit, portable
 from spearfish.kernels.prepare import TILE_K, TILE_N, kind_of, to_stream
 
+HALF = torch.float16
 CLEAN = '{"cases": 9, "of": 9, "launches": {"portable": 40}, "seconds": 3.1}\n========= ERROR SUMMARY: 0 errors\n'
 
 
@@ -44,22 +46,23 @@ def test_a_run_of_a_tool_is_clean_only_if_it_looked_and_found_nothing(
 
 
 def test_the_table_meets_every_kernel() -> None:
-    """Every shape of both families for every kind of weight and dtype, and n and k on either side of a tile."""
+    """Every variant of both families that a Hopper GPU may use, and n and k on either side of a tile."""
     chip, cases, met = config.CHIPS["sm_90"], sanitizer_set.table(few=False), set()
     prepared = {
-        (scheme, n, k): to_stream(random_weight(scheme, n, k, dtype, device="cpu"), "cpu", dtype)
-        for scheme, dtype, n, k in {(case.scheme, next(iter(soak.ROUNDING)), case.n, case.k) for case in cases}
+        (scheme, n, k): to_stream(random_weight(scheme, n, k, HALF, device="cpu"), "cpu", HALF)
+        for scheme, n, k in {(case.scheme, case.n, case.k) for case in cases}
     }
     for case in cases:
         problem = sanitizer_set.problem_of(case, prepared[case.scheme, case.n, case.k])
-        for family in (portable.FAMILY, hopper.FAMILY):
-            met.update((problem.kind, problem.bf16, way.shape) for way in sanitizer_set.ways(family, problem, chip))
-    kinds = {kind_of(scheme) for scheme in sanitizer_set.KINDS}
-    for kind in kinds:
-        for shape in (*config.shapes(kind, chip), *hopper.shapes(kind)):
-            assert {(kind, False, shape), (kind, True, shape)} <= met, (kind, shape)
+        if (case.n, case.k) not in sanitizer_set.OF_64:
+            for way in sanitizer_set.ways(portable.FAMILY, problem, chip):
+                met.add(("portable", config.macros(way.shape, problem)))
+        for way in sanitizer_set.ways(hopper.FAMILY, problem, chip):
+            met.add((hopper._source(way.shape)[1], hopper._macros(way.shape, problem)))
+    there = [*portable.FAMILY.variants("sm_90"), *hopper.FAMILY.variants("sm_90a")]
+    assert {(variant.entry, variant.macros) for variant in there} == met
     assert {case.n - TILE_N for case in cases} >= {-1, 0, 1}
-    assert {case.k - TILE_K for case in cases} >= {-4, 0, 4}
+    assert {case.k - TILE_K for case in cases} >= {-4, 0, 4, 64}
     few = {case.scheme for case in sanitizer_set.table(few=True)}
     assert len(few) == 3 and all(run[2] == ("--few",) for run in sanitize.RUNS if run[0] == "racecheck")
 

@@ -85,7 +85,7 @@ def size(choice: random.Random, most: int, step: int) -> int:
     """A multiple of `step`: mostly beside a multiple of 64, sometimes anything, small ones as often as large ones."""
     top = int(2 ** choice.uniform(3, choice.uniform(3, most.bit_length() - 1)))
     if choice.random() < 0.7:
-        top = -(-top // 64) * 64 + choice.choice((-step, 0, 0, step))
+        top = -(-top // 64) * 64 + choice.choice((-step, 0, 0, 0, 0, step))
     return max(step, top // step * step)
 
 
