@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -36,7 +36,8 @@ class HopperShape:
     """How a block is cut; the macros of the two sources.
 
     `n_tiles` warpgroups side by side times `groups` behind one another along k; each owns `m_tiles` weight tiles of 64
-    rows. `blocks` is the number of blocks for which the registers of a multiprocessor must suffice.
+    rows. `blocks` is the number of blocks for which the registers of a multiprocessor must suffice. A stage of the ring
+    has a k tile for every group (decode), or one, which the groups take in turn.
     """
 
     tokens: int
@@ -58,45 +59,61 @@ class HopperShape:
         return 128 * self.n_tiles * self.groups + (32 if self.is_decode else 128)
 
     def stage_bytes(self, weight_tile_bytes: int) -> int:
-        """Shared memory of one stage: `groups` k tiles of weights and x."""
-        return self.groups * (self.tokens * TILE_K * 2 + self.n_tiles * self.m_tiles * weight_tile_bytes)
+        """Shared memory of one stage: weights and x."""
+        return self.stage_tiles * (self.tokens * TILE_K * 2 + self.n_tiles * self.m_tiles * weight_tile_bytes)
+
+    @property
+    def stage_tiles(self) -> int:
+        """k tiles of a stage."""
+        return self.groups if self.is_decode else 1
+
+    @property
+    def least_stages(self) -> int:
+        """The shallowest ring that does not lock up. hopper.cu waits for a group's next stage before it gives back the
+        one behind (one m tile), or with more than two groups or several m tiles only the one at hand."""
+        return 2 if self.is_decode else self.groups * (3 if self.m_tiles == 1 and self.groups <= 2 else 2)
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """A shape; `split` blocks of a cluster share out k."""
+    """A shape; `split` blocks of a cluster share out k, `blocks` find room on a multiprocessor."""
 
     shape: HopperShape
     split: int = 1
+    blocks: int = 1
 
     def __str__(self) -> str:
         s = self.shape
         kernel = "decode" if s.is_decode else "wgmma"
         ways = f"{s.groups} along k, k in {self.split}"
-        return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}"
+        return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
 # What 4-bit weights may use; the others use the first of each number of tokens.
 _SHAPES = (
     HopperShape(8, 1, 1, 4, 2),
     HopperShape(8, 1, 2, 2, 2),
-    HopperShape(16, 1, 2, 2),
+    HopperShape(16, 1, 2, 2, 2),
     HopperShape(32, 2, 1, 2),
+    HopperShape(32, 1, 1, 4),
     HopperShape(32, 4, 1, 1),
-    HopperShape(64, 4, 1, 1),
     HopperShape(64, 2, 1, 2),
+    HopperShape(64, 1, 1, 4),
+    HopperShape(64, 4, 1, 1),
     HopperShape(128, 2, 1, 1),
+    HopperShape(128, 1, 1, 2),
     HopperShape(128, 2, 2, 1),
 )
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
 
-def shapes(kind: str) -> tuple[HopperShape, ...]:
-    """The shapes compiled for a kind of weight."""
+def shapes(kind: str, bf16: bool) -> tuple[HopperShape, ...]:
+    """The shapes compiled for a kind of weight and a dtype of activations."""
     if kind not in _KINDS:
         return ()
     if kind == "int4_24":
-        return _SHAPES
+        # One register too many for two blocks.
+        return tuple(replace(s, blocks=1) if bf16 and s.tokens == 16 else s for s in _SHAPES)
     # The wider of the two for many tokens: it reads x half as often.
     first: dict[int, HopperShape] = {}
     for shape in _SHAPES:
@@ -126,7 +143,7 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
     mine = shape.groups * config.split * piece if sums else 0
     received = (config.split - 1) * shape.groups * piece
     out = 0 if shape.is_decode or sums else 128 + shape.n_tiles * _STAGED_TOKENS * (TILE_N * shape.m_tiles + 8) * 2
-    steps = -(-(k_tiles // config.split) // shape.groups) + 1
+    steps = -(-(k_tiles // config.split) // shape.stage_tiles) + 1
 
     def layout(stages: int) -> Plan:
         ring = stages * stage
@@ -135,9 +152,9 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
             return Plan(stages, _BARRIERS + apart + received + out, apart, False)
         return Plan(stages, _BARRIERS + max(ring, mine + received), mine, True)
 
-    # hopper.cu with one m tile waits for the stage after next before it gives back the one behind: two would lock up.
-    least = 3 if not shape.is_decode and shape.m_tiles == 1 else 2
-    stages_wanted = range(least, max(least, min(_MOST_STAGES, steps)) + 1)
+    # hopper.cu: a stage is always the same group's, so that a parity bit is enough to tell its turns apart.
+    least, multiple = shape.least_stages, 1 if shape.is_decode else shape.groups
+    stages_wanted = range(least, max(least, min(_MOST_STAGES, steps)) + 1, multiple)
     fitting = [found for stages in stages_wanted if (found := layout(stages)).bytes <= room]
     return fitting[-1] if fitting else None
 
@@ -153,12 +170,12 @@ class HopperFamily:
             return []
         wanted = next((t for t in (8, 16, 32, 64) if problem.m <= t), 128)
         found = []
-        for shape in shapes(problem.kind):
+        for shape in shapes(problem.kind, problem.bf16):
             if shape.tokens != wanted and not (problem.m > 64 and shape.tokens == 64 and problem.m <= 128):
                 continue
             # Clusters of two always fill the chip; larger ones leave multiprocessors of uneven GPCs idle.
             splits = (1, 2, 4, 8) if shape.is_decode else (1, 2)
-            found += [HopperConfig(shape, split) for split in splits]
+            found += [HopperConfig(shape, split, blocks) for split in splits for blocks in range(1, shape.blocks + 1)]
         return found
 
     def why_not(self, config: HopperConfig, problem: Problem, chip: Chip) -> str | None:
@@ -168,6 +185,8 @@ class HopperFamily:
             return "it runs symmetric 2:4 weights only"
         if problem.batch_invariant:
             return "it has no batch-invariant mode"
+        if problem.k % 64:
+            return f"it takes multiples of 64 k, not {problem.k}"
         if problem.k_tiles // config.split < config.shape.groups:
             return f"{config} leaves a warpgroup without a k tile of {problem.k_tiles}"
         if self._plan(config, problem, chip) is None:
@@ -175,9 +194,9 @@ class HopperFamily:
         return None
 
     def _plan(self, config: HopperConfig, problem: Problem, chip: Chip) -> Plan | None:
-        # Few tokens: room for two blocks, so that the next launch can begin while this one ends.
-        blocks = 2 if config.shape.is_decode else 1
-        room = min(chip.shared_per_block, chip.shared_per_multiprocessor // blocks - 1024)
+        # Two on a multiprocessor: more at work where there are many, and the next launch can begin while this one ends.
+        # But of few, the two of a cluster may land on one multiprocessor and leave another idle.
+        room = min(chip.shared_per_block, chip.shared_per_multiprocessor // config.blocks - 1024)
         return plan(config, problem.tile_bytes, problem.k_tiles, room)
 
     def microseconds(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
@@ -217,8 +236,15 @@ class HopperFamily:
             grid = (n_blocks * token_blocks * cluster, 1, 1)
         else:
             grid = (min(n_blocks * token_blocks, chip.multiprocessors), 1, 1)
+        # More than half, so that there is no second beside it.
+        alone = chip.shared_per_multiprocessor // 2 if config.blocks == 1 else 0
         launcher = jit.load(variant, device).launcher(
-            grid, shape.threads, found.bytes, _PARAMS_BYTES, (cluster, 1, 1) if cluster > 1 else None, dependent=True
+            grid,
+            shape.threads,
+            max(found.bytes, alone),
+            _PARAMS_BYTES,
+            (cluster, 1, 1) if cluster > 1 else None,
+            dependent=True,
         )
         _INTS.pack_into(
             launcher.params,
@@ -229,9 +255,9 @@ class HopperFamily:
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
-        box_rows, k, m = shape.tokens, -(-problem.k // 8) * 8, problem.m
+        box, k, m = (shape.stage_tiles * TILE_K // 64, shape.tokens), problem.k, problem.m
         tensor_map = lru_cache(maxsize=64)(
-            lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box_rows, 64, problem.bf16)
+            lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box, problem.bf16)
         )
 
         def run(
@@ -264,7 +290,7 @@ class HopperFamily:
             jit.Variant(*_source(shape), ARCH, _macros(shape, Problem(kind, bf16, 1, 1, 1, 0, False)))
             for kind in KINDS
             for bf16 in (False, True)
-            for shape in shapes(kind)
+            for shape in shapes(kind, bf16)
         ]
 
 

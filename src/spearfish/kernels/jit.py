@@ -453,30 +453,25 @@ def load(variant: Variant, device: int) -> Function:
     return found
 
 
-def tensor_map(
-    pointer: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int, bf16: bool
-) -> bytes:
-    """The 128 bytes that describe a matrix of 16-bit values to the copy engine (sm_90 and up): boxes of
-    box_rows x box_columns with 128-byte swizzle, zeros outside the matrix. The matrix is on torch's current device."""
+def tensor_map(pointer: int, rows: int, columns: int, row_bytes: int, box: tuple[int, int], bf16: bool) -> bytes:
+    """The 128 bytes that describe a matrix of 16-bit values to the copy engine (sm_90 and up) as [columns / 64, rows,
+    64] with 128-byte swizzle: what a box of `box` (64-wide pieces, rows) brings lies piece behind piece, zeros where it
+    reaches beyond the matrix. `columns` is a multiple of 64."""
     driver = _driver()
-    two, types = driver.cuuint64_t, driver.CUtensorMapDataType
-    arguments = (
+    long, word, types = driver.cuuint64_t, driver.cuuint32_t, driver.CUtensorMapDataType
+    found = driver.cuTensorMapEncodeTiled(
         types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2,
+        3,
         pointer,
-        [two(columns), two(rows)],
-        [two(row_bytes)],
-        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [long(64), long(rows), long(columns // 64)],
+        [long(row_bytes), long(128)],
+        [word(64), word(box[1]), word(box[0])],
+        [word(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    found = driver.cuTensorMapEncodeTiled(*arguments)
-    if int(found[0]) == _NO_CONTEXT:
-        _make_current(torch.cuda.current_device())
-        found = driver.cuTensorMapEncodeTiled(*arguments)
     words = _check(found, f"describe a [{rows}, {columns}] matrix to the copy engine").opaque
     return b"".join(int(word).to_bytes(8, "little") for word in words)
 

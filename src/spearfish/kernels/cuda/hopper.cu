@@ -2,9 +2,10 @@
 // times x in shared memory. Operands are swapped: the weights are the M side of wgmma, the tokens its N side, so
 // unpacked weights never touch shared memory.
 //
-//   producer warp   bulk copies of weight tiles and TMA boxes of x into a ring of stages
-//   consumers       warpgroups, N_TILES side by side times GROUPS behind one another (alternating weight tiles along
-//                   k), each owning M_TILES x 64 output rows; warpgroups side by side read the same x
+//   producers       four warps with bulk copies of weight tiles and TMA boxes of x into a ring of stages
+//   consumers       warpgroups, N_TILES side by side times GROUPS behind one another, each owning M_TILES x 64 output
+//                   rows. Those side by side read the same stage; groups take every GROUPS-th stage, so that one
+//                   unpacks while another multiplies.
 //   cluster         SPLIT blocks share one output tile, each with its own range of k, and add their partial sums
 //                   through distributed shared memory
 //
@@ -23,7 +24,7 @@ constexpr int kGroups = GROUPS;
 constexpr int kWarpgroups = N_TILES * kGroups;
 constexpr int kConsumerWarps = 4 * kWarpgroups;
 constexpr int kThreads =
-    32 * kConsumerWarps + 128;  // the producer is one warp of a warpgroup that gave up its registers
+    32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers
 constexpr int kEntryRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = kWarpgroups > 2 ? 40 : 48;
 constexpr int kFreeRegisters = (kEntryRegisters * kThreads - kProducerRegisters * 128) / (128 * kWarpgroups) / 8 * 8;
@@ -31,8 +32,7 @@ constexpr int kConsumerRegisters = kFreeRegisters > 240 ? 240 : kFreeRegisters;
 constexpr int kBlockTiles = N_TILES * kMTiles;  // 64-row weight tiles of a block
 constexpr int kBlockN = 64 * kBlockTiles;
 constexpr int kBoxBytes = kTokens * 128;  // 64 k of every token, 128-byte swizzle
-constexpr int kXTileBytes = 2 * kBoxBytes;
-constexpr int kXStageBytes = kGroups * kXTileBytes;
+constexpr int kXStageBytes = 2 * kBoxBytes;
 constexpr int kSteps = 4;  // wgmmas of a chunk: half of the A registers
 constexpr int kHalves = TILE_K / (STEP_K * kSteps);
 constexpr int kChunks = kMTiles * kHalves;               // chunks of a stage
@@ -47,12 +47,12 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // barriers, bytes.
 struct Loop {
     u32 codes, meta, scale, x_low, full, empty;
-    int weight_stage, group_bytes, stages, zero;
+    int weight_stage, tile_bytes, stages, zero;
     u32 granules;
 };
 
-// acc += the tiles of `count` stages, this group's. `stage` and `phase` are where the ring stands, at the end where the
-// next tile will be. kScales: scale rows of a tile, 0 (none, as for per column), 1, or 4 (2 or 4, read for every step).
+// acc += the tiles of `count` stages, this group's. `stage` and `phase` are where in the ring the first of them is, at
+// the end where the next will be. kScales: scale rows of a tile, 0 (none, as for per column), 1, or 4 (2 or 4, read for every step).
 template <int kScales>
 __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2], const Loop& at, const Magic& magic,
                                                int count, int& stage, u32& phase) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     [[maybe_unused]] u32 scale;
     const int lane = threadIdx.x % 32;
 
-    auto offset = [&](int stage, int chunk) { return stage * at.weight_stage + (chunk / kHalves) * at.group_bytes; };
+    auto offset = [&](int stage, int chunk) { return stage * at.weight_stage + (chunk / kHalves) * at.tile_bytes; };
     // A chunk's share of a lane, read ahead of its unpacking.
     auto read = [&](int stage, int chunk) {
         const u32 from = offset(stage, chunk);
@@ -131,17 +131,24 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     int previous = -1;
     auto step = [&](int first, bool more) {
         const int current = stage;
-        if (++stage == at.stages) stage = 0, phase ^= 1;
+        if ((stage += kGroups) >= at.stages) stage -= at.stages, phase ^= 1;
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int buffer = (first + chunk) % 2;
             const bool ends = chunk + 1 == kChunks;
             const int next_stage = ends ? stage : current, next_chunk = ends ? 0 : chunk + 1;
             multiply(buffer, current, chunk);
+            // The chunk before is over: its registers and its stage are free. Where the ring has but two stages for a
+            // group, that has to come before the wait for the next; else after the next reads are on their way.
+            constexpr bool kFreeFirst = kGroups > 2;
+            auto free_previous = [&]() {
+                wgmma_wait<1>();
+                if (chunk == 0 && previous >= 0 && lane == 0) barrier_arrive(at.empty + 8 * previous);
+            };
+            if (kFreeFirst) free_previous();
             if (ends && more) barrier_wait(at.full + 8 * stage, phase);
             read(next_stage, next_chunk);  // after the last chunk this reads what nobody uses
-            wgmma_wait<1>();               // the chunk before is over: its registers are free
-            if (chunk == 0 && previous >= 0 && lane == 0) barrier_arrive(at.empty + 8 * previous);
+            if (!kFreeFirst) free_previous();
             read_meta(buffer ^ 1, next_stage, next_chunk);
             unpack(buffer ^ 1, next_stage, next_chunk);
         }
@@ -164,14 +171,14 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     if (lane == 0) barrier_arrive(at.empty + 8 * previous);
 }
 
-// Where a block's things are in shared memory, and its share of the work: `k_count` k tiles from `k_begin` in
-// `stage_count` stages, for the outputs `first`, `first` + `stride`, ...
+// Where a block's things are in shared memory, and its share of the work: `k_count` k tiles from `k_begin`, each a
+// stage, for the outputs `first`, `first` + `stride`, ...
 struct Block {
     u32 sh_full, sh_empty, sh_reduced, sh_x, sh_w, sh_out;
-    int weight_stage, k_rank, k_begin, k_count, stage_count, outputs, first, stride;
+    int weight_stage, k_rank, k_begin, k_count, outputs, first, stride;
 
     __device__ __forceinline__ explicit Block(const Params& p, const void* shared) {
-        weight_stage = kBlockTiles * kGroups * p.tile_bytes;
+        weight_stage = kBlockTiles * p.tile_bytes;
         sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages, sh_reduced = sh_empty + 8 * kMaxStages;
         sh_x = sh_full + 1024;  // boxes want this alignment
         sh_w = sh_x + p.stages * kXStageBytes;
@@ -182,7 +189,6 @@ struct Block {
         k_rank = blockIdx.x & (p.split - 1);
         k_begin = p.k_tiles * k_rank >> log_split;
         k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
-        stage_count = (k_count + kGroups - 1) / kGroups;
         outputs = p.n_blocks * p.token_blocks, first = blockIdx.x >> log_split, stride = gridDim.x >> log_split;
     }
     // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
@@ -201,25 +207,24 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
     const int lane = threadIdx.x % 32;
     const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4;
     const int group = warpgroup / N_TILES, first_tile = (warpgroup % N_TILES) * kMTiles;
-    const u32 tile = b.sh_w + first_tile * kGroups * p.tile_bytes + group * p.tile_bytes;
+    const u32 tile = b.sh_w + first_tile * p.tile_bytes;
     Loop at;
     at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
     at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
     at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
     // Opaque, or the compiler computes them anew at every use.
     asm volatile("" : "+r"(at.codes), "+r"(at.meta), "+r"(at.scale));
-    at.x_low = (1u << 16) | (b.sh_x + group * kXTileBytes) >> 4;
+    at.x_low = (1u << 16) | b.sh_x >> 4;
     at.full = b.sh_full, at.empty = b.sh_empty;
-    at.weight_stage = b.weight_stage, at.group_bytes = kGroups * p.tile_bytes, at.stages = p.stages, at.zero = p.zero;
+    at.weight_stage = b.weight_stage, at.tile_bytes = p.tile_bytes, at.stages = p.stages, at.zero = p.zero;
     at.granules = p.granules;
     const int first_row = first_tile * 64;  // of the block's rows of W
     const Magic magic(p.zero);
     float acc[kMTiles][kTokens / 2];
 
-    // Of the stages, those that hold a tile for this group: all, or all but the last. At least one, as the host sees
-    // to.
+    // Every kGroups-th stage; at least one, as the host sees to.
     const int my_count = (b.k_count - group + kGroups - 1) / kGroups;
-    int stage = 0;
+    int stage = group;
     u32 phase = 0;
     for (int output = b.first; output < b.outputs; output += b.stride) {
         int n_block, token0;
@@ -230,11 +235,6 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
             for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
         multiply_tiles<kScales>(acc, at, magic, my_count, stage, phase);
-        if (kGroups > 1 && my_count < b.stage_count) {  // the last stage has no tile for this group
-            barrier_wait(b.sh_full + 8 * stage, phase);
-            if (lane == 0) barrier_arrive(b.sh_empty + 8 * stage);
-            if (++stage == p.stages) stage = 0, phase ^= 1;
-        }
 
         // ------------------------------------------------------------------------------------------------ epilogue
         const int column0 = n_block * kBlockN;
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     if (warp == kConsumerWarps) {
         if (lane < p.stages) {
             barrier_init(b.sh_full + 8 * lane, 1);
-            barrier_init(b.sh_empty + 8 * lane, kConsumerWarps);
+            barrier_init(b.sh_empty + 8 * lane, 4 * N_TILES);  // of one group
         }
         if (lane == 0) barrier_init(b.sh_reduced, 1), prefetch_map(&p.x_map);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -319,55 +319,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     if (warp >= kConsumerWarps) {
         // ------------------------------------------------------------------------------------------------- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        if (warp == kConsumerWarps) {
-            // Lane i copies the block's weight tile i; with two lanes a k tile the same lanes then fetch the boxes of x.
-            u64 policy;
-            asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-            const u8* source = nullptr;  // of this lane's next weight tile
-            auto tiles_of = [&](int i) { return min(kGroups, b.k_count - i * kGroups); };
-            auto send_weights = [&](int i, int stage) {
-                const u32 full = b.sh_full + 8 * stage;
-                const int tiles = tiles_of(i);
-                if (lane == 0) barrier_expect(full, tiles * (kBlockTiles * p.tile_bytes + kXTileBytes));
-                __syncwarp();
-                if (lane < kBlockTiles)
-                    copy_weights(b.sh_w + stage * b.weight_stage + lane * kGroups * p.tile_bytes, source, tiles * p.tile_bytes, full,
-                                 policy);
-                source += kGroups * p.tile_bytes;
-            };
-            auto seek = [&](int n_block) {
-                source = p.stream +
-                         (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + b.k_begin) *
-                             p.tile_bytes;
-            };
-            int stage = 0;
-            u32 phase = 1;
-            // Weights do not depend on the kernel before this one: ask for the first of them, then wait for x.
-            int ahead = 0;
-            if (b.first < b.outputs) {
-                int n_block, token0;
-                b.place(p, b.first, n_block, token0);
-                seek(n_block);
-                for (; ahead < min(min(p.stages, p.ahead), b.stage_count); ++ahead) send_weights(ahead, ahead);
-            }
-            asm volatile("griddepcontrol.wait;" ::: "memory");
-            for (int output = b.first; output < b.outputs; output += b.stride) {
-                int n_block, token0;
-                b.place(p, output, n_block, token0);
-                if (output != b.first) seek(n_block);
-                for (int i = 0; i < b.stage_count; ++i) {
-                    if (ahead > 0) {
-                        --ahead;
-                    } else {
-                        barrier_wait(b.sh_empty + 8 * stage, phase);
-                        send_weights(i, stage);
-                    }
-                    if (lane < 2 * tiles_of(i))
-                        copy_x(b.sh_x + stage * kXStageBytes + lane * kBoxBytes, &p.x_map,
-                               (b.k_begin + i * kGroups) * TILE_K + lane * 64, token0, b.sh_full + 8 * stage);
-                    if (++stage == p.stages) stage = 0, phase ^= 1;
-                }
-            }
+        // Each of the four warps fills every fourth stage: what it takes to ask for one then does not hold up the next.
+        // A stage is always the same warp's (and the same group's): only who has seen every turn of a barrier can tell
+        // the turns by one bit. Lane i copies the block's weight tile i, lane 0 also fetches x.
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const int first_stage = warp - kConsumerWarps;
+        int placed = -1, n_block = 0, token0 = 0, stage = first_stage, output = first_stage < p.stages ? b.first : b.outputs;
+        u32 phase = 1;
+        for (int i = first_stage;;) {
+            for (; i >= b.k_count; i -= b.k_count) output += b.stride;
+            if (output >= b.outputs) break;
+            const bool begins = placed < 0;
+            if (output != placed) b.place(p, placed = output, n_block, token0);
+            const i64 row = min(n_block * kBlockTiles + lane, p.n_tiles - 1);
+            const u32 full = b.sh_full + 8 * stage;
+            barrier_wait(b.sh_empty + 8 * stage, phase);
+            if (lane == 0) barrier_expect(full, kBlockTiles * p.tile_bytes + kXStageBytes);
+            __syncwarp();
+            if (lane < kBlockTiles)
+                copy_weights(b.sh_w + stage * b.weight_stage + lane * p.tile_bytes,
+                             p.stream + (row * p.k_tiles + b.k_begin + i) * p.tile_bytes, p.tile_bytes, full, policy);
+            // Weights do not depend on the kernel before this one: the first are asked for before it has ended.
+            if (begins) asm volatile("griddepcontrol.wait;" ::: "memory");
+            if (lane == 0)
+                copy_x(b.sh_x + stage * kXStageBytes, &p.x_map, token0, (b.k_begin + i) * (TILE_K / 64), full);
+            i += 4, stage += 4;
+            if (stage >= p.stages) i += p.stages - stage + first_stage, stage = first_stage, phase ^= 1;
         }
         __syncwarp();
         cluster.before_sums();

@@ -10,7 +10,7 @@ struct alignas(64) TensorMap {
 constexpr int kMaxStages = 32;
 
 struct Params {
-    TensorMap x_map;            // boxes of 64 k by TOKENS rows of x, 128-byte swizzle
+    TensorMap x_map;            // x as [k / 64, m, 64]; boxes of a stage's k by TOKENS rows, 128-byte swizzle
     const u8* stream;           // tile stream
     const float* column_scale;  // [n padded] or null
     const u16* bias;            // [n] or null
@@ -69,11 +69,12 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 bytes
         "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
+// A box of x from row `row` and 64-wide piece `piece` of k on.
+__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int row, int piece, u32 bar) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            to),
-        "l"(map), "r"(k), "r"(row), "r"(bar)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
+            "r"(to),
+        "l"(map), "r"(row), "r"(piece), "r"(bar)
         : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {

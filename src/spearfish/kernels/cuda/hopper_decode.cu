@@ -4,7 +4,7 @@
 // along k, so that a stage of the ring is one contiguous piece of the stream). Each owns M_TILES weight tiles, a warp
 // 16 rows of each, unpacks them in registers and multiplies with mma.sp, which needs no other warp in step.
 //
-//   producer warp   bulk copies of weights and TMA boxes of x into a ring of stages; the first weights are on their way
+//   producer warp   bulk copies of weights and a TMA box of x into each stage of a ring; the first weights are on their way
 //                   before the kernel in front has ended (programmatic dependent launch)
 //   consumers       read codes, metadata and scales with one wide load each, unpack in registers, multiply
 //   sum             the partial sums of GROUPS and of the SPLIT blocks of a cluster meet in the shared memory of the
@@ -61,16 +61,14 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
                                                const Magic& magic, u32 w, u32 x) {
     const int group_bytes = kGroups * p.tile_bytes;
     [[maybe_unused]] uint4 codes[kMTiles][kCodeLoads];
-    [[maybe_unused]] u32 meta[kMTiles][2], scale[kMTiles][parts];
+    [[maybe_unused]] u32 meta[kMTiles][2], scale[kMTiles];
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
         const u32 tile = w + i * group_bytes;
         if (BITS != 16) {
 #pragma unroll
             for (int c = 0; c < kCodeLoads; ++c) codes[i][c] = load16(at.codes + tile + c * CHUNK_BYTES);
-#pragma unroll
-            for (int q = 0; q < parts; ++q)
-                scale[i][q] = p.granules ? load_shared(at.scale + tile + (q * p.granules / 4) * SCALE_ROW_BYTES) : ONES;
+            if (parts == 1) scale[i] = p.granules ? load_shared(at.scale + tile) : ONES;
         }
         if (SPARSE) load_shared(meta[i], at.meta + tile);
     }
@@ -87,9 +85,13 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
         for (int quarter = first; quarter < first + kQuartersAhead; ++quarter) {
             if (quarter % (4 / parts) == 0)
 #pragma unroll
-                for (int i = 0; i < kMTiles; ++i)
+                for (int i = 0; i < kMTiles; ++i) {
+                    if (BITS != 16 && parts > 1)
+                        scale[i] = load_shared(at.scale + w + i * group_bytes +
+                                               (quarter * p.granules / 4) * SCALE_ROW_BYTES);
 #pragma unroll
                     for (int j = 0; j < kTokens / 2; ++j) sum[i][j] = 0.f;
+                }
 #pragma unroll
             for (int step = quarter * kQuarterSteps; step < (quarter + 1) * kQuarterSteps; ++step)
 #pragma unroll
@@ -120,7 +122,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
             if (quarter % (4 / parts) == 4 / parts - 1)
 #pragma unroll
                 for (int i = 0; i < kMTiles; ++i) {
-                    const u32 pair = BITS == 16 ? 0 : scale[i][quarter / (4 / parts)];
+                    const u32 pair = BITS == 16 ? 0 : scale[i];
                     const float s0 = BITS == 16 ? 1.f : widen(static_cast<u16>(pair));
                     const float s1 = BITS == 16 ? 1.f : widen(static_cast<u16>(pair >> 16));
 #pragma unroll
@@ -133,7 +135,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const Cluster cluster = {p.split, p.overlaid};
-    const int warp = warp_number(), lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group_bytes = kGroups * p.tile_bytes;
     const int weight_stage = kBlockTiles * group_bytes;
     const u32 sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages,
@@ -159,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
         if (lane == 0) prefetch_map(&p.x_map);
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        // Lane i copies the block's weight tile i; with two lanes a k tile the same lanes then fetch the boxes of x.
+        // Lane i copies the block's weight tile i of every group, lane 0 fetches x.
         const u8* source =
             p.stream +
             (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + k_begin) * p.tile_bytes;
@@ -167,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
         auto send_weights = [&](int i, int stage) {
             const u32 full = sh_full + 8 * stage;
             const int tiles = tiles_of(i);
-            if (lane == 0) barrier_expect(full, tiles * (kBlockTiles * p.tile_bytes + kXTileBytes));
+            if (lane == 0) barrier_expect(full, tiles * kBlockTiles * p.tile_bytes + kXStageBytes);
             __syncwarp();
             if (lane < kBlockTiles)
                 copy_weights(sh_w + stage * weight_stage + lane * group_bytes, source, tiles * p.tile_bytes, full,
@@ -188,9 +190,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
                 if (i >= p.stages) barrier_wait(sh_empty + 8 * stage, phase);
                 send_weights(i, stage);
             }
-            if (lane < 2 * tiles_of(i))
-                copy_x(sh_x + stage * kXStageBytes + lane * kBoxBytes, &p.x_map,
-                       (k_begin + i * kGroups) * TILE_K + lane * 64, token0, sh_full + 8 * stage);
+            if (lane == 0)
+                copy_x(sh_x + stage * kXStageBytes, &p.x_map, token0, (k_begin + i * kGroups) * (TILE_K / 64),
+                       sh_full + 8 * stage);
             if (++stage == p.stages) stage = 0, phase ^= 1;
         }
         __syncwarp();
@@ -201,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     }
 
     // --------------------------------------------------------------------------------------------------- consumers
-    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4, t = lane % 4;
+    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4;
     const int group = warpgroup / kNTiles;
     const int first_tile = (warpgroup % kNTiles) * kMTiles;
     const u32 tile = sh_w + first_tile * group_bytes + group * p.tile_bytes;
@@ -212,9 +214,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     // Row lane % 8 of a box and 16-byte piece lane / 8, found through the swizzle; the other half of the box is 64
     // away.
     at.x[0] = sh_x + group * kXTileBytes + (lane % 8) * 128 + (((lane / 8) ^ (lane % 8)) * 16);
-    at.x[1] = at.x[0] ^ 64;
     // Opaque, or the compiler computes them anew for every tile.
-    asm volatile("" : "+r"(at.codes), "+r"(at.meta), "+r"(at.scale), "+r"(at.x[0]), "+r"(at.x[1]));
+    asm volatile("" : "+r"(at.codes), "+r"(at.meta), "+r"(at.scale), "+r"(at.x[0]));
+    at.x[1] = at.x[0] ^ 64;
 
     const Magic magic(p.zero);
     float acc[kMTiles][kTokens / 2];
@@ -227,11 +229,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     cluster.arrive_at_start();
     asm volatile("griddepcontrol.launch_dependents;");
 
+    const int my_count = (k_count - group + kGroups - 1) / kGroups;  // the last stage may have no tile for this group
     int stage = 0;
     u32 phase = 0;
     for (int i = 0; i < stage_count; ++i) {
         barrier_wait(sh_full + 8 * stage, phase);
-        if (kGroups == 1 || i * kGroups + group < k_count) {
+        if (i < my_count) {
             if (p.granules <= 1)
                 multiply_tiles<1>(acc, p, at, magic, stage * weight_stage, stage * kXStageBytes);
             else
@@ -243,28 +246,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     }
     // ---------------------------------------------------------------------------------------------------- epilogue
     const int column0 = n_block * kBlockN;
-    const int tokens = min(kTokens, p.m - token0);
-    if (kGroups == 1 && p.split == 1) {
-#pragma unroll
-        for (int i = 0; i < kMTiles; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int column = column0 + (first_tile + i) * 64 + warp4 * 16 + gq + 8 * h;
-                if (column < p.n) {
-                    const float scale = p.column_scale ? p.column_scale[column] : 1.f,
-                                bias = p.bias ? widen(p.bias[column]) : 0.f;
-                    u16* to = p.y + static_cast<i64>(token0 + 2 * t) * p.n + column;
-#pragma unroll
-                    for (int j = 0; j < kTokens / 8; ++j)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e)
-                            if (8 * j + 2 * t + e < tokens)
-                                to[static_cast<i64>(8 * j + e) * p.n] =
-                                    (u16)round_pair(acc[i][4 * j + 2 * h + e] * scale + bias, 0.f);
-                }
-            }
-        return;
-    }
     sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
         p, cluster, acc, sh_x, sh_reduced, k_rank, group, first_tile * 64 + warp4 * 16, column0, token0);
     __syncwarp();
