@@ -459,7 +459,7 @@ def tensor_map(pointer: int, rows: int, columns: int, row_bytes: int, box: tuple
     reaches beyond the matrix. `columns` is a multiple of 64."""
     driver = _driver()
     long, word, types = driver.cuuint64_t, driver.cuuint32_t, driver.CUtensorMapDataType
-    found = driver.cuTensorMapEncodeTiled(
+    arguments = (
         types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         3,
         pointer,
@@ -472,6 +472,10 @@ def tensor_map(pointer: int, rows: int, columns: int, row_bytes: int, box: tuple
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    found = driver.cuTensorMapEncodeTiled(*arguments)
+    if int(found[0]) == _NO_CONTEXT:  # as in Launcher.launch
+        _make_current(torch.cuda.current_device())
+        found = driver.cuTensorMapEncodeTiled(*arguments)
     words = _check(found, f"describe a [{rows}, {columns}] matrix to the copy engine").opaque
     return b"".join(int(word).to_bytes(8, "little") for word in words)
 
