@@ -13,6 +13,7 @@ import typer
 
 from spearfish import __version__, cli
 from spearfish.cli import diagnosis
+from spearfish.cli.run import print_report
 from spearfish.errors import FormatError, UnsupportedError
 
 
@@ -177,6 +178,12 @@ def test_doctor_ends_with_1_when_something_is_broken(
     code, out, _ = run(capsys, "doctor", "--json", str(tmp_path))
     assert code == 1
     assert any(str(tmp_path) in fault for fault in json.loads(out)["broken"])
+
+
+def test_doctor_prints_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    """They name extras; the printer takes them for markup unless it is told."""
+    print_report({"Kernels": {"advice": "pip install 'spearfish[cu13]'"}, "broken": []})
+    assert "'spearfish[cu13]'" in capsys.readouterr().out
 
 
 def test_doctor_knows_a_dense_folder_that_is_2_of_4(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def doctor(
 
 
 def print_report(report: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(markup=False)  # advice names extras in brackets
     for title, rows in report.items():
         if title == "broken" or not rows:
             continue
