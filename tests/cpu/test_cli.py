@@ -242,7 +242,7 @@ def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "built for CUDA 13.0, but finds no usable GPU or driver" in diagnosis.examine()["GPU"]["none"]
 
 
-def test_doctor_without_the_cuda_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_without_the_cuda_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from spearfish.kernels import jit
 
     gpu(monkeypatch, (9, 0))
@@ -252,6 +252,8 @@ def test_doctor_without_the_cuda_packages(monkeypatch: pytest.MonkeyPatch) -> No
         "works here": "convert, inspect, verify, compress, evaluate, generate, all with the GPU kernels"
     }
     monkeypatch.setattr(jit, "find_spec", lambda name: None)
+    _, out, _ = run(capsys, "doctor")
+    assert "pip install 'spearfish[cu13]'" in " ".join(out.split())
     report = diagnosis.examine()
     assert report["broken"] == []
     assert "would not run: cuda-core is not installed" in report["Paths"]["2:4 and INT4/INT8 kernels"]
