@@ -34,7 +34,7 @@ def test_every_problem_has_a_configuration_that_fits(kind: str, n: int, k: int) 
             found = FAMILY._plan(way, asked, H200)
             assert found is not None
             assert found.bytes <= H200.shared_per_block
-            assert way.shape.tokens >= min(m, 64)
+            assert 4 * way.shape.tokens >= min(m, 128)
             assert asked.k_tiles // way.split >= way.shape.groups
             assert 0 < FAMILY.microseconds(way, asked, H200) < 1e6
 
@@ -72,16 +72,18 @@ def test_it_refuses_what_it_cannot_do() -> None:
     assert "symmetric 2:4" in str(FAMILY.why_not(way, problem(1, 4096, 4096, "int4"), H200))
     assert "symmetric 2:4" in str(FAMILY.why_not(way, problem(1, 4096, 4096, has_zeros=True), H200))
     assert "batch-invariant" in str(FAMILY.why_not(way, problem(1, 4096, 4096, batch_invariant=True), H200))
+    assert "multiples of 64 k, not 4104" in str(FAMILY.why_not(way, problem(1, 4096, 4104), H200))
     assert "no Hopper GPU" in str(FAMILY.why_not(way, problem(1, 4096, 4096), CHIPS["sm_80"]))
     assert "without a k tile" in str(FAMILY.why_not(HopperConfig(way.shape, 8), problem(1, 64, 512), H200))
     assert FAMILY.candidates(problem(1, 4096, 4096), CHIPS["sm_100"]) == []
 
 
-def test_only_who_asks_gets_it() -> None:
-    """Until the suite has passed on a GPU with this assembly, "auto" stays with the portable kernel."""
-    asked = problem(16, 4096, 4096)
-    assert choose(asked, H200)[0].name == "portable"
-    assert choose(asked, H200, "hopper")[0].name == "hopper"
+@pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
+def test_it_is_taken_on_hopper_alone(m: int) -> None:
+    asked = problem(m, 4096, 4096)
+    assert choose(asked, H200)[0].name == "hopper"
+    assert choose(asked, CHIPS["sm_80"])[0].name != "hopper"
+    assert choose(problem(m, 4096, 4096, has_zeros=True), H200)[0].name != "hopper"
     with pytest.raises(UnsupportedError, match="symmetric 2:4"):
         choose(problem(16, 4096, 4096, has_zeros=True), H200, "hopper")
 

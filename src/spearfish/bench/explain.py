@@ -44,7 +44,7 @@ def chip_named(arch: str) -> Chip:
 
 def explain(point: Point, chip: Chip, most: int = 12) -> str:
     """What is chosen, the `most` best candidates with their estimates, then how many cannot run and why, each reason
-    once. A family that the chooser takes only on request is listed as that."""
+    once."""
     problem = problem_for(point)
     ways = ranked(problem, chip)
     able = [way for way in ways if way.why_not is None]
@@ -57,8 +57,7 @@ def explain(point: Point, chip: Chip, most: int = 12) -> str:
     for i, way in enumerate(able):
         is_chosen = (way.family, way.config) == chosen
         if i < most or is_chosen:
-            remark = "chosen" if is_chosen else "on request" if way.on_request else ""
-            body.append((f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", remark))
+            body.append((f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", "chosen" if is_chosen else ""))
     asked = "" if choice == "auto" else f", SPEARFISH_KERNEL={choice}"
     parts = [f"{point}, on {chip.arch} with {chip.multiprocessors} multiprocessors{asked}"]
     parts.append(table(("candidate", "estimated µs", ""), body) if body else "No candidate can run.")

@@ -120,14 +120,12 @@ class Spearfish:
 
 @dataclass(frozen=True)
 class Way:
-    """One candidate of one family: its estimate in microseconds, or why it cannot run. on_request: the chooser takes
-    this family only where SPEARFISH_KERNEL asks for it."""
+    """One candidate of one family: its estimate in microseconds, or why it cannot run."""
 
     family: Family
     config: Any
     microseconds: float
     why_not: str | None
-    on_request: bool
 
 
 def ranked(problem: Problem, chip: Chip) -> list[Way]:
@@ -137,7 +135,7 @@ def ranked(problem: Problem, chip: Chip) -> list[Way]:
         for config in family.candidates(problem, chip):
             reason = family.why_not(config, problem, chip)
             cost = float("inf") if reason else family.microseconds(config, problem, chip)
-            ways.append(Way(family, config, cost, reason, getattr(family, "on_request", False)))
+            ways.append(Way(family, config, cost, reason))
     return sorted(ways, key=lambda way: way.microseconds)
 
 

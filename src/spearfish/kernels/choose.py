@@ -34,7 +34,7 @@ def all_variants(arch: str) -> list[Variant]:
 
 
 def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, Any]:
-    """The family and configuration for `problem`; `only` names one family, "auto" takes any that is not `on_request`.
+    """The family and configuration for `problem`; `only` names one family, "auto" takes any.
 
     Raises UnsupportedError that lists why each candidate cannot run.
     """
@@ -43,9 +43,6 @@ def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, An
     for family in families():
         if only not in ("auto", family.name):
             reasons.append(f"{family.name}: SPEARFISH_KERNEL asks for {only}")
-            continue
-        if only == "auto" and getattr(family, "on_request", False):
-            reasons.append(f"{family.name}: only where SPEARFISH_KERNEL asks for it")
             continue
         options = family.candidates(problem, chip)
         if not options:

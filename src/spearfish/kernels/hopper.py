@@ -1,7 +1,6 @@
 """The Hopper kernels (sm_90a) as a family: cuda/hopper_decode.cu for few tokens, cuda/hopper.cu for more.
 
-They are `on_request` for now: the parts were checked on an H200, this assembly of them was not yet, so "auto" does not
-take them and SPEARFISH_KERNEL=hopper does. They run symmetric 2:4 weights; the rest is the portable kernel's.
+They run symmetric 2:4 weights with k a multiple of 64; the rest is the portable kernel's.
 """
 
 from __future__ import annotations
@@ -106,6 +105,9 @@ _SHAPES = (
 )
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
+# ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
+_NANOSECONDS = {8: (49.0, 52.0), 16: (58.0, 84.0), 32: (96.0, 0.0), 64: (118.0, 52.0), 128: (225.0, 0.0)}
+
 
 def shapes(kind: str, bf16: bool) -> tuple[HopperShape, ...]:
     """The shapes compiled for a kind of weight and a dtype of activations."""
@@ -163,18 +165,19 @@ class HopperFamily:
     """mma.sp and wgmma.sp kernels with bulk copies, clusters and dependent launch."""
 
     name = "hopper"
-    on_request = True
 
     def candidates(self, problem: Problem, chip: Chip) -> Sequence[HopperConfig]:
         if chip.capability != 90:
             return []
+        # All tokens in one block, or in two or four narrower ones.
         wanted = next((t for t in (8, 16, 32, 64) if problem.m <= t), 128)
         found = []
         for shape in shapes(problem.kind, problem.bf16):
-            if shape.tokens != wanted and not (problem.m > 64 and shape.tokens == 64 and problem.m <= 128):
+            if shape.is_decode != (wanted <= 16) or shape.tokens > wanted:
                 continue
-            # Clusters of two always fill the chip; larger ones leave multiprocessors of uneven GPCs idle.
-            splits = (1, 2, 4, 8) if shape.is_decode else (1, 2)
+            if shape.tokens < wanted and (shape.is_decode or problem.m > 4 * shape.tokens):
+                continue
+            splits = (1, 2, 4, 8) if shape.is_decode else (1, 2, 4)
             found += [HopperConfig(shape, split, blocks) for split in splits for blocks in range(1, shape.blocks + 1)]
         return found
 
@@ -200,27 +203,37 @@ class HopperFamily:
         return plan(config, problem.tile_bytes, problem.k_tiles, room)
 
     def microseconds(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
-        """A rough model from traces on an H200: start and end of a block, then the slower of memory and consumers."""
-        shape = config.shape
-        blocks = -(-problem.n // shape.block_n) * -(-problem.m // shape.tokens) * config.split
-        slots = chip.multiprocessors * shape.blocks * (1.0 if config.split <= 2 or shape.blocks > 1 else 0.9)
-        waves = blocks / slots
-        turns = max(1.0, 0.5 * waves + 0.5 * math.ceil(waves))
-        tiles = -(-(problem.k_tiles // config.split) // shape.groups)
-        # ns for one k tile of the block's warpgroups, alone on the multiprocessor
-        step = (
-            {8: 440.0, 16: 520.0, 32: 540.0, 64: 600.0, 128: 460.0}[shape.tokens]
-            * shape.m_tiles
-            * (1.0 if shape.tokens < 128 else 0.9)
+        """Estimated time. The constants are a fit to 805 launches on an H200 (11 % off on average, and what it picks
+        takes 1 % longer than the best; docs/facts.md). A k tile takes the slowest of three: the consumers, the memory's
+        share of a multiprocessor, what a multiprocessor can take in."""
+        shape, split, blocks = config.shape, config.split, config.blocks
+        outputs = -(-problem.n // shape.block_n) * -(-problem.m // shape.tokens)
+        resident = min(blocks, -(-outputs * split // chip.multiprocessors))
+        tiles = shape.n_tiles * shape.m_tiles
+        weights = resident * tiles * problem.tile_bytes
+        busy = min(1.0, outputs * split / chip.multiprocessors)
+        readers = min(
+            -(-problem.m // shape.tokens), max(1.0, chip.multiprocessors * blocks * shape.block_n / problem.n)
         )
-        if shape.is_decode and blocks > chip.multiprocessors:
-            step *= 1.15
-        consumers = turns * tiles * step
-        bytes_in_all = problem.n_tiles * problem.k_tiles * problem.tile_bytes + 2 * problem.m * (problem.n + problem.k)
-        busy = min(1.0, blocks / chip.multiprocessors)
-        memory = bytes_in_all / chip.bandwidth / (0.35 + 0.65 * busy)
-        sums = 0.9 if config.split > 1 else 0.4 if shape.groups > 1 else 0.3
-        return 2.0 + sums * (1 + shape.tokens * shape.block_n / 16384) + max(consumers, memory) / 1e3
+        unpack, wait = _NANOSECONDS[shape.tokens]
+        times = (
+            resident * tiles * unpack + wait,
+            weights * busy * chip.multiprocessors / (1.11 * chip.bandwidth) / readers,
+            (weights + resident * shape.tokens * TILE_K * 2) / 91,
+        )
+        step = math.pow(sum(time**5 for time in times), 0.2) * -(-problem.k_tiles // split) / 1e3
+        fill = 3.2
+        if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
+            return fill + -(-outputs // chip.multiprocessors) * step
+        # Clusters of more than two leave multiprocessors of uneven GPCs idle.
+        room = blocks * (chip.multiprocessors if split <= 2 else chip.multiprocessors // 12 * 11 - 1)
+        waves = outputs * split / room
+        turns = max(1.0, 0.58 * waves + 0.42 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
+        total = turns * (fill + step)
+        if split > 1:
+            tokens = min(shape.tokens, -(-problem.m // 8) * 8)
+            total += 0.81 * tokens * shape.block_n * shape.groups * math.sqrt(split) / 8192
+        return total
 
     def bind(self, config: HopperConfig, problem: Problem, device: int) -> Bound:
         shape, chip = config.shape, cut.chip_of(device)
