@@ -107,7 +107,14 @@ def test_reprojected_it_runs_and_the_damage_is_reported(tmp_path: Path) -> None:
     assert 0 < float((got - truth).norm() / truth.norm()) < 0.2
     # Its recipe names a Python class to be called; ours is plain, and theirs is not carried along.
     assert "!!python" in (folder / "recipe.yaml").read_text()
-    assert not any("!!python" in file.read_text() for file in (tmp_path / "out").glob("*.yaml"))
+    assert (tmp_path / "out" / "recipe.yaml").read_text().splitlines() == [
+        "converted:",
+        "  -",
+        '    from: "ct-pack-quantized"',
+        '    to: "marlin_24"',
+        "    reproject: true",
+    ]
+    assert 'from: "ct-pack-quantized"' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_to_a_dense_format_nothing_is_dropped(tmp_path: Path) -> None:

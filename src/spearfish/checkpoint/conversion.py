@@ -99,8 +99,10 @@ def convert(
     report = job.report
     report.out = str(out)
     parts = list(_parts(checkpoint))
+    step = {"to": to, "bits": bits, "group_size": group_size, "reproject": reproject, "pad": pad, "dtype": dtype}
+    recipe = _recipe(checkpoint, step)
     with CheckpointWriter(
-        out, checkpoint.path, checkpoint.config, format=to, overwrite=overwrite, pad=pad, recipe=_recipe(checkpoint)
+        out, checkpoint.path, checkpoint.config, format=to, overwrite=overwrite, pad=pad, recipe=recipe
     ) as writer:
         for i, (name, is_layer) in enumerate(parts, 1):
             if progress is not None:
@@ -303,9 +305,14 @@ def _dense_rows(weight: QuantWeight | torch.Tensor, start: int) -> torch.Tensor:
     return weight[start : start + 1024].float()
 
 
-def _recipe(checkpoint: Checkpoint) -> dict[str, object] | None:
-    recipe = (checkpoint.quant.ours or {}).get("recipe")
-    return dict(recipe) if isinstance(recipe, dict) else None
+def _recipe(checkpoint: Checkpoint, step: dict[str, object]) -> dict[str, object]:
+    """How the weights were made, as far as the source says it, and this conversion."""
+    before = (checkpoint.quant.ours or {}).get("recipe")
+    recipe = dict(before) if isinstance(before, dict) else {}
+    earlier = recipe.get("converted")
+    given = {name: value for name, value in step.items() if value not in (None, False)}
+    recipe["converted"] = [*(earlier if isinstance(earlier, list) else []), {"from": checkpoint.format, **given}]
+    return recipe
 
 
 def _nonzero_values(values: torch.Tensor) -> torch.Tensor:
