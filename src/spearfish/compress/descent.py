@@ -7,6 +7,8 @@ error never rises.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from spearfish.compress.obs import PAIRS
@@ -30,7 +32,7 @@ def descend(
     """
     v = values.clone()
     keep = None if mask is None else mask.clone()
-    pairs = torch.tensor(PAIRS + tuple((b, a) for a, b in PAIRS), device=v.device).T
+    pairs = _both_orders(v.device)
     k = v.shape[0]
     for _ in range(sweeps):
         # gradient = H (t − v); kept up to date inside a block, and for all others by one product per block.
@@ -63,6 +65,12 @@ def descend(
                 gradient[:start].addmm_(h[:start, start:end], change, alpha=-1)
                 gradient[end:].addmm_(h[end:, start:end], change, alpha=-1)
     return v, keep
+
+
+@cache
+def _both_orders(device: torch.device) -> torch.Tensor:
+    """int64 [2, 12]: the six pairs of places in both orders."""
+    return torch.tensor(PAIRS + tuple((b, a) for a, b in PAIRS), device=device).T
 
 
 def _round(x: torch.Tensor, scale: torch.Tensor | None, code_range: tuple[int, int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from spearfish.errors import ShapeError, SpearfishError
 
 DAMPING = 0.1  # first try, as a share of the mean of H's diagonal
 MAX_DAMPING = 10.0
+FAR = 2.0  # times the median lag: further than that no token counts
 
 
 class Hessian:
@@ -55,7 +56,10 @@ class Hessian:
             x = x * size
             lag = None if lag is None else lag * size
         self.sum.addmm_(x.T, x)
-        if lag is not None:
+        if lag is not None and count:
+            # Attention sinks are whole lengths away from where they should be, and would own this sum too.
+            far = lag.norm(dim=1, keepdim=True)
+            lag = lag * (FAR * far.median() / far.clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0)
             if self.lag is None:
                 self.lag = torch.zeros(lag.shape[1], self.k, dtype=torch.float32, device=self.sum.device)
             self.lag.addmm_(lag.T, x)

@@ -14,6 +14,7 @@ from spearfish.compress.descent import descend
 from spearfish.compress.hessian import DAMPING, Factor, factorise
 from spearfish.compress.obs import quad_order, sweep
 from spearfish.compress.refit import refit
+from spearfish.compress.replay import REPLAYS, Tensors
 from spearfish.errors import ShapeError
 from spearfish.scheme import QuantScheme, QuantWeight
 
@@ -60,14 +61,21 @@ class Problem:
         full = None
         if scales is not None:
             full = grid.scale_of_columns(scales, self.scheme, weight.shape[1]).T[self.order].contiguous()
-        values, found = sweep(
+        code_range = grid.code_range(self.scheme) if full is not None else (0, 0)
+
+        def run(weight: torch.Tensor, inverse: torch.Tensor, *rest: torch.Tensor | None) -> Tensors:
+            return sweep(weight, inverse, rest[0], choose_mask, rest[1], code_range)
+
+        values, found = REPLAYS.call(
+            ("sweep", choose_mask, code_range),
+            run,
             weight.T[self.order].contiguous(),
             self.ordered,
-            mask=None if mask is None else mask.T[self.order].contiguous(),
-            choose_mask=choose_mask,
-            scales=full,
-            code_range=grid.code_range(self.scheme) if full is not None else (0, 0),
+            None if mask is None else mask.T[self.order].contiguous(),
+            full,
         )
+        if values is None:
+            raise ValueError("unreachable: a sweep returns values")
         back = torch.argsort(self.order)
         return values[back].T, None if found is None else found[back].T
 
@@ -88,20 +96,27 @@ def _quantise_with_compensation(
     scheme = problem.scheme
     if scheme.bits == 16:
         return grid.pack(start, None, mask, scheme)
-    scales = grid.find_scales(start, scheme, problem.factor.damped.diagonal())
+    diagonal = problem.factor.damped.diagonal().contiguous()
+    (scales,) = REPLAYS.call(
+        ("scales", scheme), lambda w, importance: (grid.find_scales(w, scheme, importance),), start, diagonal
+    )
+    if scales is None:
+        raise ValueError("unreachable: a search returns scales")
     values, _ = problem.swept(start, mask, choose_mask=False, scales=scales)
     if descents and problem.weight.shape[1] % 4 == 0:
         full = grid.scale_of_columns(scales, scheme, values.shape[1]).T.contiguous()
-        turned, kept = descend(
+        code_range = grid.code_range(scheme)
+        turned, kept = REPLAYS.call(
+            ("descend", code_range, descents),
+            lambda t, v, m, h, s: descend(t, v, m, h, s, code_range, sweeps=descents),
             problem.weight.T.contiguous(),
             values.T.contiguous(),
             None if mask is None else mask.T.contiguous(),
             problem.factor.damped,
             full,
-            grid.code_range(scheme),
-            sweeps=descents,
         )
-        values, mask = turned.T, None if kept is None else kept.T
+        values = values if turned is None else turned.T
+        mask = None if kept is None else kept.T
     return grid.pack(values, scales, mask, scheme)
 
 

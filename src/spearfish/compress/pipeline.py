@@ -26,6 +26,7 @@ from spearfish.compress.fit import refuse_unfit
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
 from spearfish.compress.recover import Recovery, Settings
+from spearfish.compress.replay import REPLAYS
 from spearfish.compress.solve import present, solve_group
 from spearfish.compress.walk import Walker, bfloat16_is_faster
 from spearfish.compress.workfolder import WorkFolder, load_with_facts, save_atomically
@@ -140,6 +141,7 @@ def compress(
             result.layers += reports
             result.reconstruct += [outcome] if outcome else []
         progress("blocks", len(walker.paths), len(walker.paths), "")
+        REPLAYS.clear()
         result.judge()
         gains: dict[str, torch.Tensor] = {}
         recovered: dict[str, QuantWeight] = {}

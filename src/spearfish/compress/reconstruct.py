@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spearfish.compress.recover import GridLinear, rate_at
+from spearfish.compress.recover import GridLinear, rate_at, set_rates
+from spearfish.compress.replay import Repeated
 from spearfish.compress.walk import Walker
 from spearfish.errors import SpearfishError
 from spearfish.reference import dequantize
@@ -121,37 +122,51 @@ def _train(
     goal: torch.Tensor,
     settings: Settings,
 ) -> None:
+    device = walker.device
+    groups = (([layer.codes for layer in layers], settings.rate), ([x.log_scales for x in layers], settings.scale_rate))
+    gpu = device.type == "cuda"
     optimiser = torch.optim.AdamW(
         [
-            {"params": [layer.codes for layer in layers], "share": settings.rate},
-            {"params": [layer.log_scales for layer in layers], "share": settings.scale_rate},
+            {"params": params, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0}
+            for params, rate in groups
         ],
         betas=(0.9, 0.95),
         weight_decay=0.0,
         fused=True,
+        capturable=gpu,
     )
     per_step = min(max(1, settings.tokens // hidden.shape[1]), len(hidden))
     generator = torch.Generator().manual_seed(settings.seed + index)
     order = torch.empty(0, dtype=torch.int64)
+    # Tensors that stay where they are, so that a recorded step can read them.
+    share = torch.zeros((), device=device)
+    for layer in layers:
+        layer.share = share
+    given = torch.empty(per_step, *hidden.shape[1:], device=device)
+    wanted = torch.empty_like(given)
+
+    def learn() -> torch.Tensor:
+        with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=walker.fast):
+            result = block(given, **walker.arguments[index])
+            out = result[0] if isinstance(result, tuple) else result
+            loss = distance(out, wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    step_once = Repeated(learn, device)
     losses = []
     for step in range(settings.steps):
         fraction = step / settings.steps
         if len(order) < per_step:
             order = torch.randperm(len(hidden), generator=generator)
         rows, order = order[:per_step], order[per_step:]
-        share = 1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded)
-        for layer in layers:
-            layer.share = share
-        with torch.enable_grad(), torch.autocast(walker.device.type, torch.bfloat16, enabled=walker.fast):
-            result = block(hidden[rows].to(walker.device), **walker.arguments[index])
-            out = result[0] if isinstance(result, tuple) else result
-            loss = distance(out, goal[rows].to(walker.device))
-        losses.append(loss.detach())  # looked at when all is done: a GPU would wait at each
-        loss.backward()  # type: ignore[no-untyped-call]
-        for group in optimiser.param_groups:
-            group["lr"] = group["share"] * rate_at(fraction, settings.warmup)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
+        set_rates(optimiser, rate_at(fraction, settings.warmup))
+        given.copy_(hidden[rows])
+        wanted.copy_(goal[rows])
+        losses.append(step_once().clone())  # looked at when all is done: a GPU would wait at each
     for step, value in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(value):
             raise SpearfishError(f"{walker.paths[index]}: the loss is {value} in step {step} of its reconstruction")

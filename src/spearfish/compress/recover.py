@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from spearfish import sparse24
 from spearfish.compress import grid
+from spearfish.compress.replay import Repeated
 from spearfish.compress.workfolder import load_with_facts, save_atomically
 from spearfish.errors import SpearfishError
 from spearfish.models import DenseModel
@@ -75,16 +76,13 @@ class _OnGrid(torch.autograd.Function):
         scales: torch.Tensor,
         mask: torch.Tensor | None,
         free: bool,
-        share: float,
+        share: torch.Tensor,
         low: int,
         high: int,
         size: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        values = codes.round().clamp_(low, high)
-        if share < 1:
-            values = torch.lerp(codes, values, share)
-        values = values.to(dtype)
+        values = torch.lerp(codes, codes.round().clamp_(low, high), share).to(dtype)
         if free and mask is not None:  # the pruned places hold something then
             values = values * mask
         wide = scales.to(dtype).repeat_interleave(size, dim=1)[:, : codes.shape[1]]
@@ -126,14 +124,14 @@ class GridLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
         self.scheme = scheme
         self.dtype = dtype
-        self.share = 0.0
+        self.share = torch.zeros((), device=device)  # a tensor: a recorded step reads it anew each time
         self.free = False
 
     @torch.no_grad()
     def remask(self) -> None:
         """The two largest codes of every quad are the kept ones from now on."""
         if self.mask is not None:
-            self.mask = sparse24.magnitude_mask(self.codes.abs())
+            self.mask.copy_(sparse24.magnitude_mask(self.codes.abs()))
 
     @torch.no_grad()
     def hold_back(self, decay: float) -> None:
@@ -214,7 +212,8 @@ def _capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def _by_blocks(model: nn.Module, tokens: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The outputs of all blocks but the last [t, d], and the final hidden state after the last norm [t, d]."""
-    out: Any = model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    # A cache nobody reads: without one transformers looks into its position ids, for which a GPU must wait.
+    out: Any = model(input_ids=tokens, use_cache=tokens.is_cuda, output_hidden_states=True)
     flat = [hidden.flatten(0, 1) for hidden in out.hidden_states]
     return flat[1:-1], out.last_hidden_state.flatten(0, 1)
 
@@ -237,6 +236,15 @@ def rate_at(fraction: float, warmup: float) -> float:
     if fraction < warmup:
         return fraction / warmup
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - warmup) / (1 - warmup))))
+
+
+def set_rates(optimiser: torch.optim.Optimizer, share: float) -> None:
+    """Gives each group of parameters that share of its own full rate, in place where the rate is a tensor."""
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(group["share"] * share)
+        else:
+            group["lr"] = group["share"] * share
 
 
 class Recovery:
@@ -277,16 +285,28 @@ class Recovery:
                 module.register_forward_pre_hook(_narrow)
         codes = [layer.codes for layer in self.layers.values()]
         scales = [layer.log_scales for layer in self.layers.values()]
+        gpu = device.type == "cuda"
+        groups = (
+            (codes, settings.rate),
+            (scales, settings.gain_rate),
+            (list(self.gains.values()), settings.gain_rate),
+        )
         self.optimiser = torch.optim.AdamW(
             [
-                {"params": codes, "share": settings.rate},
-                {"params": scales, "share": settings.gain_rate},
-                {"params": list(self.gains.values()), "share": settings.gain_rate},
+                {"params": params, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0}
+                for params, rate in groups
             ],
             betas=(0.9, 0.95),
             weight_decay=0.0,
             fused=True,
+            capturable=gpu,
         )
+        # One for all layers and groups: what a recorded step reads anew each time.
+        self.share = torch.zeros((), device=device)
+        for layer in self.layers.values():
+            layer.share = self.share
+        self.tokens = torch.empty(0)
+        self.steps: dict[bool, Repeated] = {}  # by whether masks may move
         self.step = 0
         self.elapsed = 0.0
         self.losses: list[float] = []
@@ -314,7 +334,7 @@ class Recovery:
                 fraction = (self.elapsed + longest) / settings.budget if settings.budget > 0 else 1.0
             if fraction >= 1:
                 break
-            pending.append(self._one(tokens[self._rows(len(tokens), per_step)].to(self.device), fraction))
+            pending.append(self._one(tokens[self._rows(len(tokens), per_step)], fraction))
             self.step += 1
             if len(pending) < sync and not (settings.steps and self.step == settings.steps):
                 continue
@@ -348,30 +368,40 @@ class Recovery:
 
     def _one(self, tokens: torch.Tensor, fraction: float) -> torch.Tensor:
         settings = self.settings
-        share = 1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded)
+        self.share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
         free = fraction < settings.masks
         for layer in self.layers.values():
-            layer.share = share
             if layer.free and not free:
                 layer.settle()
             layer.free = free
-        with torch.no_grad():
-            goals, final_goal = _by_blocks(self.teacher.get_decoder(), tokens)  # type: ignore[operator]
-        blocks, final = _by_blocks(self.student.get_decoder(), tokens)  # type: ignore[operator]
-        loss: torch.Tensor = _Divergence.apply(final, final_goal, self.head, self.cap)  # type: ignore[no-untyped-call]
-        value = loss.detach()
-        if settings.features and blocks:
-            loss = loss + settings.features * _feature_loss(blocks, goals)
-        loss.backward()  # type: ignore[no-untyped-call]
-        for group in self.optimiser.param_groups:
-            group["lr"] = group["share"] * rate_at(fraction, settings.warmup)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        set_rates(self.optimiser, rate_at(fraction, settings.warmup))
+        if self.tokens.shape != tokens.shape:
+            self.tokens = tokens.to(self.device)
+            self.steps.clear()
+        self.tokens.copy_(tokens)
+        if free not in self.steps:
+            self.steps.clear()  # and with it the memory of the other
+            self.steps[free] = Repeated(self._learn, self.device)
+        loss = self.steps[free]().clone()
         if free:
             for layer in self.layers.values():
                 layer.hold_back(settings.decay)
                 if self.step % REMASK_EVERY == REMASK_EVERY - 1:
                     layer.remask()
+        return loss
+
+    def _learn(self) -> torch.Tensor:
+        """One step on `self.tokens`: the mean divergence, still on the device."""
+        with torch.no_grad():
+            goals, final_goal = _by_blocks(self.teacher.get_decoder(), self.tokens)  # type: ignore[operator]
+        blocks, final = _by_blocks(self.student.get_decoder(), self.tokens)  # type: ignore[operator]
+        loss: torch.Tensor = _Divergence.apply(final, final_goal, self.head, self.cap)  # type: ignore[no-untyped-call]
+        value = loss.detach()
+        if self.settings.features and blocks:
+            loss = loss + self.settings.features * _feature_loss(blocks, goals)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
         return value
 
     def summary(self) -> dict[str, Any]:

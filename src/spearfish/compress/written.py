@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spearfish.errors import SpearfishError
 
@@ -38,7 +39,7 @@ QUESTIONS = (
     "Write the introduction of an article on the {} of {}.",
 )
 TEMPERATURES = (0.6, 1.0)
-AT_ONCE = 2048  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
+AT_ONCE = 4096  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
 AT_ONCE_CPU = 64
 BEGINNINGS = 8192
 
@@ -70,7 +71,9 @@ def write(
     done = 0
     while done < count:
         size = min(batch, count - done)
-        parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
+        # cuDNN's attention plans anew for every length, and here each step has another.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
         done += size
         took = time.perf_counter() - begin
         if progress is not None:
