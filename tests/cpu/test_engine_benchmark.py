@@ -79,13 +79,31 @@ def test_the_page_shows_what_is_in_the_files(tmp_path: Path, engine_page: Module
     assert "|64requests,512in,128out:tokens/s|1000|2000|3200|1.60×|3.20×|–|–|" in lines
     assert "|linears,2:4int4|2.50|0.625(≤0.77)|0.312(≤0.21)|" in lines
     assert "2:4int4:theGPUworks2250µsof2500µs,500kernels." in lines
+    assert "*notmeasured:int4,plainGPTQkernel;int4,Marlin;2:4fp16;2:4int8" in lines
+    assert "Ourkernelstake" not in "".join(lines)
     assert "None yet" in engine_page.render(tmp_path / "nothing")
 
 
-def test_the_chart_is_small(tmp_path: Path, engine_page: ModuleType) -> None:
+def test_our_kernels_are_told_from_the_rest(tmp_path: Path, engine_page: ModuleType) -> None:
+    path = measured(tmp_path)
+    content = json.loads(path.read_text())
+    ours = content["weights"]["sparse24-int4"]
+    ours["profile"]["1"]["largest"] = [["hopper_decode", 1000, 240], ["attention", 400, 60], ["hopper", 250, 4]]
+    ours["kernels"] = {"int4_24 k 128 n 64": {"1": "hopper: decode 8 x 64", "4096": "unpack: rows"}}
+    path.write_text(json.dumps(content))
+    text = engine_page.render(tmp_path)
+    assert "Our kernels take 1250 µs of that, all the rest 1000 µs" in text
+    assert "2:4 int4 ran on our kernels hopper at 1 tokens; unpack at 4096 tokens" in text
+
+
+@pytest.mark.parametrize("without", [None, "fp16"])
+def test_the_chart_is_small(tmp_path: Path, engine_page: ModuleType, without: str | None) -> None:
     from PIL import Image
 
-    measured(tmp_path)
+    path = measured(tmp_path)
+    content = json.loads(path.read_text())
+    content["weights"].pop(without, None)
+    path.write_text(json.dumps(content))
     (tmp_path / "docs").mkdir()
     engine_page.write(tmp_path, tmp_path / "docs")
     chart = tmp_path / "docs" / "serving" / "made_up_9000-yi-34b.png"
