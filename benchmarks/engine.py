@@ -659,14 +659,14 @@ def answers_of_vllm(model: Path, prompts: list[list[int]], found: dict[str, Any]
     import torch
     from vllm import SamplingParams
 
-    options: dict[str, Any] = {**ON_CPU, "dtype": "float32"}
+    options: dict[str, Any] = dict(ON_CPU)
     if torch.cuda.is_available():
         graphs = {"mode": found["mode"], "cudagraph_capture_sizes": [len(prompts)]}
         if not found["mode"]:
             graphs["cudagraph_mode"] = "FULL_DECODE_ONLY"
-        options = {"dtype": found["dtype"], "compilation_config": graphs}
+        options = {"compilation_config": graphs}
     options |= {"max_model_len": max(map(len, prompts)) + ANSWER + 1, "max_num_seqs": len(prompts)}
-    engine = start_engine(model, **options, **found["engine"])
+    engine = start_engine(model, dtype=found["dtype"], **options, **found["engine"])
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=2)
     answers = []
     for one in engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):
@@ -686,7 +686,7 @@ def answers_of_transformers(model: Path, prompts: list[list[int]], dtype: str, o
 
     import spearfish
 
-    loaded = spearfish.load(model, dtype=dtype if torch.cuda.is_available() else "float32")
+    loaded = spearfish.load(model, dtype=dtype)
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
@@ -707,21 +707,24 @@ def same(options: argparse.Namespace) -> int:
     else:
         prompts = [list(tokenizer(question)["input_ids"]) for question in QUESTIONS]
     engine = {"attention_backend": options.attention} if options.attention else {}
+    where = machine()
+    # A CPU runs the weights dequantised, and compares best without rounding.
+    dtype = "float32" if where["gpu"].startswith("CPU") else options.dtype
     found: dict[str, Any] = {
         "model": options.name or options.model.name,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "commit": options.commit or commit(),
-        "machine": machine(),
+        "machine": where,
         "versions": versions(),
         "engine": engine,
         "mode": options.mode,
-        "dtype": options.dtype,
+        "dtype": dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / "vllm.json", Path(folder) / "transformers.json"]
         ended = [
             in_fresh_process(answers_of_vllm, options.start, options.model, prompts, found, outs[0]),
-            in_fresh_process(answers_of_transformers, options.start, options.model, prompts, options.dtype, outs[1]),
+            in_fresh_process(answers_of_transformers, options.start, options.model, prompts, dtype, outs[1]),
         ]
         if not all(ended):
             return 1
@@ -743,7 +746,7 @@ def same(options: argparse.Namespace) -> int:
         found["answers"].append(one)
         print(f"{question}\n  vllm: {one['vllm']!r}\n  transformers: {one['transformers']!r}")
         print(f"  {one['same']} of {one['tokens']} tokens the same; lead there: {one['lead at the first difference']}")
-    path = results_path(options.results, found["machine"]["gpu"], f"same-{found['model'].lower()}-{options.dtype}")
+    path = results_path(options.results, found["machine"]["gpu"], f"same-{found['model'].lower()}-{dtype}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     leads = [one["lead at the first difference"] for one in found["answers"]]

@@ -296,11 +296,14 @@ def compared(one: Measured) -> Iterator[str]:
     yield f"## {found['model']}: vLLM and transformers say the same\n"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
     yield f"* {found['date']}, {found['machine']['gpu']}, commit {found['commit']}: {versions}\n"
-    yield (
-        f"Greedy decoding in both, in {found['dtype']}, with our kernels; vLLM compiles in mode {found['mode']}. The"
-        " two engines round attention and norms in different ways, so a token whose lead over the second best is small"
-        " may fall either way, and the rest after it. Leads are differences of log-probabilities in vLLM.\n"
-    )
+    if found["kernels"]:
+        yield (
+            f"Greedy decoding in both, in {found['dtype']}, with our kernels; vLLM in mode {found['mode']}. The two"
+            " engines round attention and norms in different ways, so a token whose lead over the second best is"
+            " small may fall either way, and the rest after it. Leads are differences of log-probabilities in vLLM.\n"
+        )
+    else:
+        yield f"Greedy decoding in both, in {found['dtype']}, the weights dequantised: there is no GPU here.\n"
     rows = []
     for each in found["answers"]:
         lead = each["lead at the first difference"]
