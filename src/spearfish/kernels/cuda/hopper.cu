@@ -9,11 +9,11 @@
 //   cluster         SPLIT blocks share one output tile, each with its own range of k, and add their partial sums
 //                   through distributed shared memory
 //
-// The consumers' loop in chunks of four wgmmas, half of the A registers: while a chunk is multiplied, the next is
-// unpacked into the other half. Below 128 tokens the issue of instructions is what limits, so the loop has as few as
+// The consumers' loop in chunks of four wgmmas, one weight tile: while a chunk is multiplied, the next is unpacked into
+// the other half of the A registers. Below 128 tokens the issue of instructions is what limits, so the loop has as few as
 // possible: whatever is the same for a warp is in uniform registers, one fence, commit and wait for a chunk.
 //
-// Compiled per variant with -D: TOKENS (32 to 128), N_TILES, M_TILES, GROUPS, BITS (4, 8, 16), SPARSE, BF16.
+// Compiled per variant with -D: TOKENS (32 to 128), N_TILES, M_TILES, GROUPS, BITS (4, 8, 16), SPARSE=1, BF16.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -33,9 +33,7 @@ constexpr int kBlockTiles = N_TILES * kMTiles;  // 64-row weight tiles of a bloc
 constexpr int kBlockN = 64 * kBlockTiles;
 constexpr int kBoxBytes = kTokens * 128;  // 64 k of every token, 128-byte swizzle
 constexpr int kXStageBytes = 2 * kBoxBytes;
-constexpr int kSteps = 4;  // wgmmas of a chunk: half of the A registers
-constexpr int kHalves = TILE_K / (STEP_K * kSteps);
-constexpr int kChunks = kMTiles * kHalves;               // chunks of a stage
+constexpr int kSteps = 4;  // wgmmas of a weight tile: half of the A registers
 constexpr int kOutTokens = kTokens < 32 ? kTokens : 32;  // tokens that the epilogue stages at a time
 constexpr int kOutStride = 64 * kMTiles + 8;             // 16-bit elements; the pad spreads rows over the banks
 
@@ -62,15 +60,14 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     [[maybe_unused]] u32 scale;
     const int lane = threadIdx.x % 32;
 
-    auto offset = [&](int stage, int chunk) { return stage * at.weight_stage + (chunk / kHalves) * at.tile_bytes; };
+    auto offset = [&](int stage, int chunk) { return stage * at.weight_stage + chunk * at.tile_bytes; };
     // A chunk's share of a lane, read ahead of its unpacking.
     auto read = [&](int stage, int chunk) {
         const u32 from = offset(stage, chunk);
-        const int half = chunk % kHalves;
         if (BITS != 16)
 #pragma unroll
             for (int i = 0; i < BITS / 4; ++i)
-                codes[i] = load16(at.codes + from + (half * (BITS / 4) + i) * CHUNK_BYTES);
+                codes[i] = load16(at.codes + from + i * CHUNK_BYTES);
         if (kScales == 1) scale = load_shared(at.scale + from);
     };
     // A wgmma under way still reads its A and metadata registers. The compiler (13.0) keeps the former for it but takes
@@ -78,19 +75,17 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     // next metadata is made to depend on the old ones, whose wgmma is over by then. Tests look for such overwriting in
     // the machine code of every variant.
     auto read_meta = [&](int buffer, int stage, int chunk) {
-#if SPARSE
         u32 from = at.meta + offset(stage, chunk);
         asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(from) : "r"(meta[buffer][0]), "r"(at.zero));
         asm volatile("lop3.b32 %0, %1, %2, %0, 0xea;" : "+r"(from) : "r"(meta[buffer][1]), "r"(at.zero));
         load_shared(meta[buffer], from);
-#endif
     };
     auto unpack = [&](int buffer, int stage, int chunk) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
             u32(&to)[4] = a[buffer][s];
 #if BITS == 16
-            load_shared(to, at.codes + offset(stage, chunk) + ((chunk % kHalves) * kSteps + s) * CHUNK_BYTES);
+            load_shared(to, at.codes + offset(stage, chunk) + s * CHUNK_BYTES);
 #else
 #if BITS == 4
             const uint4 c = codes[0];
@@ -101,7 +96,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
 #endif
             if (kScales > 0) {
                 if (kScales > 1) {
-                    const int row = ((chunk % kHalves) * kSteps + s) * at.granules * STEP_K / TILE_K;
+                    const int row = s * at.granules * STEP_K / TILE_K;
                     scale = load_shared(at.scale + offset(stage, chunk) + row * SCALE_ROW_BYTES);
                 }
                 scale_rows(to, both_low(scale), both_high(scale));
@@ -115,13 +110,13 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
         for (int s = 0; s < kSteps; ++s) {
             // Dense k in the tile: box k / 64, 2 bytes each inside it. K-major x with 128-byte swizzle: 8-row atoms
             // 1024 bytes apart; only the descriptor's low word changes.
-            const int k = ((chunk % kHalves) * kSteps + s) * STEP_K;
+            const int k = s * STEP_K;
             const u64 x = static_cast<u64>((1u << 30) | 64u) << 32 |
                           (at.x_low + stage * (kXStageBytes / 16) + ((k / 64) * kBoxBytes + (k % 64) * 2) / 16);
             if (s % 2 == 0)
-                wgmma<0>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
+                wgmma<0>(acc[chunk], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
             else
-                wgmma<1>(acc[chunk / kHalves], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
+                wgmma<1>(acc[chunk], a[buffer][s], x, s / 2 ? meta[buffer][1] : meta[buffer][0]);
         }
         wgmma_commit();
     };
@@ -133,9 +128,9 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
         const int current = stage;
         if ((stage += kGroups) >= at.stages) stage -= at.stages, phase ^= 1;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < kMTiles; ++chunk) {
             const int buffer = (first + chunk) % 2;
-            const bool ends = chunk + 1 == kChunks;
+            const bool ends = chunk + 1 == kMTiles;
             const int next_stage = ends ? stage : current, next_chunk = ends ? 0 : chunk + 1;
             multiply(buffer, current, chunk);
             // The chunk before is over: its registers and its stage are free. Where the ring has but two stages for a
@@ -160,7 +155,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     read_meta(0, stage, 0);
     unpack(0, stage, 0);
     // So many stages in a turn that the buffer of a chunk is known at compile time.
-    constexpr int kTurn = kChunks % 2 ? 2 : 1;
+    constexpr int kTurn = kMTiles % 2 ? 2 : 1;
     int i = 0;
     for (; i + kTurn <= count; i += kTurn) {
         step(0, i + 1 < count);

@@ -13,7 +13,7 @@
 // At the speed of the memory a warp has about a hundred instructions for a tile, so scales are multiplied on the
 // accumulators, once per group, rather than on every weight.
 //
-// Compiled per variant with -D: TOKENS (8, 16), N_TILES, M_TILES, GROUPS, BLOCKS_PER_SM, BITS, SPARSE, BF16.
+// Compiled per variant with -D: TOKENS (8, 16), N_TILES, M_TILES, GROUPS, BLOCKS_PER_SM, BITS, SPARSE=1, BF16.
 
 #include "hopper.cuh"
 
@@ -30,7 +30,6 @@ constexpr int kXTileBytes = 2 * kBoxBytes;
 constexpr int kXStageBytes = kGroups * kXTileBytes;
 // Quarters of a tile whose x is read before it is needed: as many as the registers hold.
 constexpr int kQuartersAhead = TOKENS == 8 ? 4 : M_TILES == 1 && BITS != 8 ? 2 : 1;
-constexpr int kQuarterSteps = SPARSE ? 1 : 2;
 constexpr int kCodeLoads = CODE_BYTES / 2048;  // 16-byte loads of a lane for a tile
 
 // As in common.cuh but not volatile: here the compiler should mix the instructions of several steps.
@@ -41,11 +40,6 @@ __device__ __forceinline__ void multiply_sparse(float* d, const u32 (&a)[4], con
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
           "n"(selector));
-}
-__device__ __forceinline__ void multiply_dense(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Where a lane reads in the first stage: codes, metadata, scales, and x for even and odd quarters of a tile.
@@ -70,7 +64,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
             for (int c = 0; c < kCodeLoads; ++c) codes[i][c] = load16(at.codes + tile + c * CHUNK_BYTES);
             if (parts == 1) scale[i] = p.granules ? load_shared(at.scale + tile) : ONES;
         }
-        if (SPARSE) load_shared(meta[i], at.meta + tile);
+        load_shared(meta[i], at.meta + tile);
     }
     float sum[kMTiles][kTokens / 2];
 #pragma unroll
@@ -93,32 +87,25 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
                     for (int j = 0; j < kTokens / 2; ++j) sum[i][j] = 0.f;
                 }
 #pragma unroll
-            for (int step = quarter * kQuarterSteps; step < (quarter + 1) * kQuarterSteps; ++step)
-#pragma unroll
-                for (int i = 0; i < kMTiles; ++i) {
-                    u32 a[4];
+            for (int i = 0; i < kMTiles; ++i) {
+                u32 a[4];
 #if BITS == 4
-                    const uint4 c = codes[i][step / 4];
-                    unpack4(a, step % 4 == 0 ? c.x : step % 4 == 1 ? c.y : step % 4 == 2 ? c.z : c.w, magic);
+                const uint4 c = codes[i][0];
+                unpack4(a, quarter == 0 ? c.x : quarter == 1 ? c.y : quarter == 2 ? c.z : c.w, magic);
 #elif BITS == 8
-                    const uint4 c = codes[i][step / 2];
-                    unpack8(a, step % 2 ? c.z : c.x, step % 2 ? c.w : c.y, magic);
+                const uint4 c = codes[i][quarter / 2];
+                unpack8(a, quarter % 2 ? c.z : c.x, quarter % 2 ? c.w : c.y, magic);
 #else
-                    load_shared(a, at.codes + w + i * group_bytes + step * CHUNK_BYTES);
+                load_shared(a, at.codes + w + i * group_bytes + quarter * CHUNK_BYTES);
 #endif
 #pragma unroll
-                    for (int j = 0; j < kTokens / 8; ++j) {
-                        const u32(&x_fragment)[4] = b[quarter - first][j];
-#if SPARSE
-                        if (step % 2 == 0)
-                            multiply_sparse<0>(&sum[i][4 * j], a, x_fragment, meta[i][step / 2]);
-                        else
-                            multiply_sparse<1>(&sum[i][4 * j], a, x_fragment, meta[i][step / 2]);
-#else
-                        multiply_dense(&sum[i][4 * j], a, x_fragment[2 * (step % 2)], x_fragment[2 * (step % 2) + 1]);
-#endif
-                    }
+                for (int j = 0; j < kTokens / 8; ++j) {
+                    if (quarter % 2 == 0)
+                        multiply_sparse<0>(&sum[i][4 * j], a, b[quarter - first][j], meta[i][quarter / 2]);
+                    else
+                        multiply_sparse<1>(&sum[i][4 * j], a, b[quarter - first][j], meta[i][quarter / 2]);
                 }
+            }
             if (quarter % (4 / parts) == 4 / parts - 1)
 #pragma unroll
                 for (int i = 0; i < kMTiles; ++i) {

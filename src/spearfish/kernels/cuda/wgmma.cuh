@@ -1,4 +1,4 @@
-// wgmma with the weights in registers, for the TOKENS and the dtype (BF16, SPARSE) of the variant.
+// wgmma.sp with the weights in registers, for the TOKENS and the dtype (BF16) of the variant.
 #pragma once
 
 #include "hopper.cuh"
@@ -70,22 +70,13 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// d[64 rows, tokens] += a[64, kStepK] . x[kStepK, tokens]. The selector says which two lanes of a quad hold metadata.
+// d[64 rows, tokens] += a[64, 32] . x[32, tokens]; a 2:4, 16 of 32 stored. The selector says which two lanes of a quad hold metadata.
 template <int kSelector>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 x, u32 meta) {
-#if SPARSE
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
         "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) "k32.f32." IN_TYPE "." IN_TYPE " {" D_LIST "}, " A_LIST
                                                             ", " META_LIST ", p, 1, 1, 0;\n}"
         : D_OPERANDS
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(meta), "n"(kSelector));
-#else
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) "k16.f32." IN_TYPE "." IN_TYPE " {" D_LIST "}, " A_LIST
-                                                         ", p, 1, 1, 0;\n}"
-        : D_OPERANDS
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-#endif
 }
