@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--calibration", default="articles")
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--catch-up", type=float, default=0.0)
+    parser.add_argument("--catch-up", type=float)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--reconstruct", type=int, default=0)
     parser.add_argument("--budget", type=float, default=0.0)
@@ -150,7 +150,7 @@ def main() -> None:
                 facts = {
                     "model": name,
                     "versions": versions(),
-                    "recipe": recipe.to_dict(),
+                    "recipe": report.recipe,
                     "calibration": report.calibration,
                     "dense": asdict(base),
                     "quality": asdict(quality),
@@ -167,7 +167,8 @@ def main() -> None:
                     "device": options.device,
                     "memory_peak": report.memory_peak,
                 }
-                suffix = f"-catchup{recipe.catch_up:g}" if recipe.catch_up else ""
+                caught = report.recipe["catch_up"]
+                suffix = f"-catchup{caught:g}" if caught else ""
                 suffix += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
                 suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
                 suffix += f"-recover{options.recover}" if recipe.recover else ""

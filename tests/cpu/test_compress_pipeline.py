@@ -27,7 +27,7 @@ from spearfish.models import Architecture, DenseModel, ShardReader, load_dense
 from spearfish.reference import dequantize
 from spearfish.text import windows
 
-SMALL = Recipe(group_size=64, method="joint", num_samples=12, seq_len=32)
+SMALL = Recipe(group_size=64, method="joint", num_samples=12, seq_len=32, catch_up=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def save(self, index, *rest):
     if index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 setattr(workfolder.WorkFolder, after.__name__, save)
-recipe = Recipe(group_size=64, method="joint", num_samples=12, seq_len=32, calibration=sys.argv[3])
+recipe = Recipe(group_size=64, method="joint", num_samples=12, seq_len=32, calibration=sys.argv[3], catch_up=0.0)
 compress(sys.argv[1], sys.argv[2], recipe, fast=False)
 """
 

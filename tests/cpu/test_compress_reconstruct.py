@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(place: Path, **changes: object) -> Recipe:
-    base = {"group_size": 64, "method": "joint", "num_samples": 32, "seq_len": 32}
+    base = {"group_size": 64, "method": "joint", "num_samples": 32, "seq_len": 32, "catch_up": 0.0}
     return Recipe(**{**base, "calibration": str(place / "text.txt"), **changes})  # type: ignore[arg-type]
 
 

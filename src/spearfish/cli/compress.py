@@ -59,11 +59,13 @@ def compress(
     seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
     catch_up: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Share of what was lost before a layer that it is asked to make good, 0 to 1; wants many samples."
+            help="Share of what was lost before a layer that it is asked to make good, 0 to 1; admm and joint: 1, the"
+            " others: 0.",
+            show_default=False,
         ),
-    ] = 0.0,
+    ] = None,
     reconstruct: Annotated[
         int, typer.Option(help="Training steps for each block after it is solved; 0 for none, 20 are few, 200 many.")
     ] = 0,

@@ -167,16 +167,18 @@ def _from_mask(problem: Problem, start: torch.Tensor, mask: torch.Tensor | None)
 
 @dataclass(frozen=True)
 class Method:
-    """solve: the function. prunes: False if it leaves every layer dense. text: one line for the help."""
+    """solve: the function. prunes: False if it leaves every layer dense. text: one line for the help. catch_up: the
+    share of earlier losses that its layers make good if a recipe does not say (`Recipe.catch_up`)."""
 
     solve: Callable[[Problem], QuantWeight]
     prunes: bool
     text: str
+    catch_up: float = 0.0
 
 
 METHODS: dict[str, Method] = {
-    "admm": Method(admm, True, "ADMM mask, least squares, GPTQ, exact descent: the best without gradients"),
-    "joint": Method(joint, True, "SparseGPT mask, least squares, GPTQ, exact descent: nearly as good, faster"),
+    "admm": Method(admm, True, "ADMM mask, least squares, GPTQ, exact descent: the best without gradients", 1.0),
+    "joint": Method(joint, True, "SparseGPT mask, least squares, GPTQ, exact descent: nearly as good, faster", 1.0),
     "sparsegpt": Method(sparsegpt, True, "SparseGPT mask, then GPTQ that keeps it"),
     "wanda": Method(wanda, True, "Wanda mask, round to nearest (baseline)"),
     "magnitude": Method(magnitude, True, "largest magnitudes, round to nearest (baseline)"),

@@ -80,6 +80,8 @@ def compress(
     if out.exists() and not overwrite:
         raise SpearfishError(f"{out} exists already; give another folder or overwrite it (--overwrite)")
     _refuse(recipe)
+    if recipe.catch_up is None:
+        recipe = replace(recipe, catch_up=methods.METHODS[recipe.method].catch_up)
     dense = model if isinstance(model, DenseModel) else models.load_dense(model, force_generic)
     device = torch.device(device)
     start = time.perf_counter()
@@ -106,7 +108,7 @@ def compress(
     )
     _warn_about_memory(result, device)
     plan = _plan(dense, recipe, tokens, fast)
-    follow = recipe.reconstruct > 0 or recipe.catch_up > 0  # whether the dense model's states are wanted all along
+    follow = recipe.reconstruct > 0 or bool(recipe.catch_up)  # whether the dense model's states are wanted all along
     with WorkFolder(place, plan) as work:
         next_block, *states = work.load_hidden()
         hidden, goal = (None if state is None else state.to(walker.home) for state in states)

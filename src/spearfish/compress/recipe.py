@@ -28,7 +28,8 @@ class Recipe:
 
     reconstruct: steps of training for each block, on its codes and scales, before the next is begun; 0 for none.
     catch_up: what share of all that was lost before a layer it is asked to make good: its target is then not what the
-    dense weights make of its inputs, but what the dense model has at its place. 0 for none of it, 1 for all.
+    dense weights make of its inputs, but what the dense model has at its place. 0 for none of it, 1 for all; None is 1
+    for admm and joint and 0 for the published methods.
     budget: share of the linears' bytes, counted as if all were dense, that stays dense in `bits`, where pruning would
     add the most error per byte; 0 for none.
 
@@ -53,7 +54,7 @@ class Recipe:
     recover_steps: int | None = None
     reconstruct: int = 0
     budget: float = 0.0
-    catch_up: float = 0.0
+    catch_up: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.seq_len < 2:
@@ -63,7 +64,7 @@ class Recipe:
             )
         if self.recover < 0 or self.damping <= 0:
             raise SpearfishError(f"recover {self.recover} and damping {self.damping} must not be negative or zero")
-        if not 0 <= self.catch_up <= 1:
+        if self.catch_up is not None and not 0 <= self.catch_up <= 1:
             raise SpearfishError(f"catch_up is a share from 0 to 1, got {self.catch_up}")
         if self.reconstruct < 0 or not 0 <= self.budget < 1:
             raise SpearfishError(

@@ -45,7 +45,7 @@ def solve_group(
         lag = None
         if hessian.lag is not None:
             rows = [row for name in chosen for row in places[name]]
-            lag = hessian.lag[rows] * (recipe.catch_up / max(hessian.tokens, 1))
+            lag = hessian.lag[rows] * ((recipe.catch_up or 0.0) / max(hessian.tokens, 1))
         problem = methods.Problem.of(stacked, h, scheme, recipe.damping, lag)
         solved = method.solve(problem)
         naive = dequantize(methods.magnitude(problem))
