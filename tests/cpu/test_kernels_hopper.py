@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 import subprocess
@@ -159,3 +160,31 @@ def test_no_register_of_a_running_wgmma_is_overwritten(kind: str, tmp_path: Path
 
 def _kind(variant: jit.Variant) -> str:
     return {4: "int4_24", 8: "int8_24", 16: "f16_24"}[int(dict(variant.macros)["BITS"])]
+
+
+# ------------------------------------------------------------------------------------------ the chooser
+
+
+def _launches() -> dict[tuple[int, int, int], dict[tuple[int, ...], float]]:
+    """Measured microseconds of each problem (k, n, m), by configuration."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper" / "launches.csv"
+    found: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            way = tuple(int(row[name]) for name in ("tokens", "n_tiles", "m_tiles", "groups", "blocks", "split"))
+            found.setdefault((int(row["k"]), int(row["n"]), int(row["m"])), {})[way] = float(row["us"])
+    return found
+
+
+def test_the_chooser_takes_what_was_measured_to_be_fast() -> None:
+    losses = []
+    for (k, n, m), times in _launches().items():
+        family, way = choose(problem(m, n, k), H200)
+        assert family is FAMILY, (k, n, m)
+        shape = way.shape
+        taken = times[shape.tokens, shape.n_tiles, shape.m_tiles, shape.groups, way.blocks, way.split]
+        losses.append(taken / min(times.values()))
+        assert 0.75 < family.microseconds(way, problem(m, n, k), H200) / taken < 1.25, (k, n, m)
+    assert len(losses) == 65
+    assert max(losses) < 1.15
+    assert sum(losses) / len(losses) < 1.015
