@@ -10,7 +10,7 @@
 //                   through distributed shared memory
 //
 // The consumers' loop in chunks of four wgmmas, one weight tile: while a chunk is multiplied, the next is unpacked into
-// the other half of the A registers. Below 128 tokens the issue of instructions is what limits, so the loop has as few as
+// the other half of the A registers. Below 128 tokens the issue of instructions matters most, so the loop has as few as
 // possible: whatever is the same for a warp is in uniform registers, one fence, commit and wait for a chunk.
 //
 // Compiled per variant with -D: TOKENS (32 to 128), N_TILES, M_TILES, GROUPS, BITS (4, 8, 16), SPARSE=1, BF16.
@@ -23,8 +23,7 @@ constexpr int kMTiles = M_TILES;
 constexpr int kGroups = GROUPS;
 constexpr int kWarpgroups = N_TILES * kGroups;
 constexpr int kConsumerWarps = 4 * kWarpgroups;
-constexpr int kThreads =
-    32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers
+constexpr int kThreads = 32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers
 constexpr int kEntryRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = kWarpgroups > 2 ? 40 : 48;
 constexpr int kFreeRegisters = (kEntryRegisters * kThreads - kProducerRegisters * 128) / (128 * kWarpgroups) / 8 * 8;
@@ -33,9 +32,9 @@ constexpr int kBlockTiles = N_TILES * kMTiles;  // 64-row weight tiles of a bloc
 constexpr int kBlockN = 64 * kBlockTiles;
 constexpr int kBoxBytes = kTokens * 128;  // 64 k of every token, 128-byte swizzle
 constexpr int kXStageBytes = 2 * kBoxBytes;
-constexpr int kSteps = 4;  // wgmmas of a weight tile: half of the A registers
-constexpr int kOutTokens = kTokens < 32 ? kTokens : 32;  // tokens that the epilogue stages at a time
-constexpr int kOutStride = 64 * kMTiles + 8;             // 16-bit elements; the pad spreads rows over the banks
+constexpr int kSteps = 4;                     // wgmmas of a weight tile: half of the A registers
+constexpr int kOutTokens = 32;                // tokens that the epilogue stages at a time
+constexpr int kOutStride = 64 * kMTiles + 8;  // 16-bit elements; the pad spreads rows over the banks
 
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 2) : "memory");
@@ -50,7 +49,8 @@ struct Loop {
 };
 
 // acc += the tiles of `count` stages, this group's. `stage` and `phase` are where in the ring the first of them is, at
-// the end where the next will be. kScales: scale rows of a tile, 0 (none, as for per column), 1, or 4 (2 or 4, read for every step).
+// the end where the next will be. kScales: scale rows of a tile, 0 (none, as for per column), 1, or 4 (2 or 4, read for
+// every step).
 template <int kScales>
 __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2], const Loop& at, const Magic& magic,
                                                int count, int& stage, u32& phase) {
@@ -320,7 +320,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         const int first_stage = warp - kConsumerWarps;
-        int placed = -1, n_block = 0, token0 = 0, stage = first_stage, output = first_stage < p.stages ? b.first : b.outputs;
+        int output = first_stage < p.stages ? b.first : b.outputs, stage = first_stage;
+        int placed = -1, n_block = 0, token0 = 0;
         u32 phase = 1;
         for (int i = first_stage;;) {
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
@@ -363,6 +364,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         consume<0>(p, b, cluster, warp);
 #endif
     __syncwarp();
-    if (p.split == 1) cluster.arrive_at_end();
     cluster.wait_at_end();
 }

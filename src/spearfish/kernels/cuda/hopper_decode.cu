@@ -4,8 +4,8 @@
 // along k, so that a stage of the ring is one contiguous piece of the stream). Each owns M_TILES weight tiles, a warp
 // 16 rows of each, unpacks them in registers and multiplies with mma.sp, which needs no other warp in step.
 //
-//   producer warp   bulk copies of weights and a TMA box of x into each stage of a ring; the first weights are on their way
-//                   before the kernel in front has ended (programmatic dependent launch)
+//   producer warp   bulk copies of weights and a TMA box of x into each stage of a ring; the first weights are on
+//                   their way before the kernel in front has ended (programmatic dependent launch)
 //   consumers       read codes, metadata and scales with one wide load each, unpack in registers, multiply
 //   sum             the partial sums of GROUPS and of the SPLIT blocks of a cluster meet in the shared memory of the
 //                   block that owns the columns, and are added in a fixed order: same bits on every run

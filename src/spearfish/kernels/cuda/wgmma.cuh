@@ -70,7 +70,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// d[64 rows, tokens] += a[64, 32] . x[32, tokens]; a 2:4, 16 of 32 stored. The selector says which two lanes of a quad hold metadata.
+// d[64 rows, tokens] += a[64, 32] . x[32, tokens]; a is 2:4, 16 of 32 stored. The selector says which two lanes of a
+// quad hold metadata.
 template <int kSelector>
 __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 x, u32 meta) {
     asm volatile(
