@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -305,7 +305,7 @@ def _dense_rows(weight: QuantWeight | torch.Tensor, start: int) -> torch.Tensor:
     return weight[start : start + 1024].float()
 
 
-def _recipe(checkpoint: Checkpoint, step: dict[str, object]) -> dict[str, object]:
+def _recipe(checkpoint: Checkpoint, step: Mapping[str, object]) -> dict[str, object]:
     """How the weights were made, as far as the source says it, and this conversion."""
     before = (checkpoint.quant.ours or {}).get("recipe")
     recipe = dict(before) if isinstance(before, dict) else {}

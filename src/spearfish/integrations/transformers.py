@@ -245,10 +245,10 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
         return state, {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        if isinstance(dtype, str):  # transformers hands on what the config says, which saving turns into a word
-            dtype = getattr(torch, dtype.removeprefix("torch."))
+        # transformers hands on what the config says, which saving turns into a word.
+        wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
         for name, module in list(quantised(model)):
-            weight = reference.dequantize(module.weight, dtype or torch.float32)
+            weight = reference.dequantize(module.weight, wanted or torch.float32)
             _replace(model, name, _plain_linear(weight, module.bias))
         return model
 
