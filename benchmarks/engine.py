@@ -687,10 +687,12 @@ def answers_of_transformers(model: Path, prompts: list[list[int]], dtype: str, o
     import spearfish
 
     loaded = spearfish.load(model, dtype=dtype)
+    # As vLLM's ignore_eos has it: the end may be said, and does not end anything.
+    loaded.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
-        said = loaded.generate(ids, do_sample=False, min_new_tokens=ANSWER, max_new_tokens=ANSWER)
+        said = loaded.generate(ids, do_sample=False, max_new_tokens=ANSWER)
         answers.append({"tokens": said[0, len(prompt) :].tolist()})
     out.write_text(json.dumps({"answers": answers}))
 
