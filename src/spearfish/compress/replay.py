@@ -37,7 +37,7 @@ class Repeated:
             return self.body()
         if self.calls <= WARM:
             # Off the main stream, as recording will be: gradients are then added up on a stream of their own too.
-            side = torch.cuda.Stream(self.device)
+            side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):
                 result = self.body()
@@ -82,7 +82,8 @@ class Replays:
 
             def body(fixed: Any = fixed, results: Any = results) -> torch.Tensor:
                 results[0] = function(*fixed)
-                return next(r for r in results[0] if r is not None)
+                first_result: torch.Tensor = next(r for r in results[0] if r is not None)
+                return first_result
 
             repeated = Repeated(body, first.device)
             repeated.calls = WARM - 1  # nothing here needs gradients: one plain call sets everything up

@@ -44,8 +44,8 @@ def solve_group(
             raise ShapeError(f"{', '.join(chosen)}: the dense weight holds NaN or Inf")
         lag = None
         if hessian.lag is not None:
-            rows = [row for name in chosen for row in places[name]]
-            lag = hessian.lag[rows] * ((recipe.catch_up or 0.0) / max(hessian.tokens, 1))
+            outputs = [row for name in chosen for row in places[name]]
+            lag = hessian.lag[outputs] * ((recipe.catch_up or 0.0) / max(hessian.tokens, 1))
         problem = methods.Problem.of(stacked, h, scheme, recipe.damping, lag)
         solved = method.solve(problem)
         naive = dequantize(methods.magnitude(problem))
