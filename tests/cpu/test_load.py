@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,24 @@ def test_generate_uses_the_chat_template_and_the_seed(
     sampled = answer("--temperature", "1", "--seed", "3")
     assert sampled == answer("--temperature", "1", "--seed", "3")
     assert sampled != answer("--temperature", "1", "--seed", "4")
+
+
+def test_generate_refuses_the_tokenizer_of_another_model(
+    saved: tuple[Path, nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    from spearfish import cli
+
+    folder = shutil.copytree(saved[0], tmp_path / "mixed")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"word{i}" for i in range(saved[1].get_input_embeddings().weight.shape[0])])
+    tokenizer.save_pretrained(folder)
+    last = len(tokenizer) - 1
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", str(folder), tokenizer.convert_ids_to_tokens(last), "--raw", "--device", "cpu"])
+    assert stop.value.code == 1
+    assert f"gives token {last}, the model has" in capsys.readouterr().err
 
 
 def test_serve_tells_a_folders_faults_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,12 @@ def generate(
         )
     else:
         inputs = tokenizer(text, return_tensors="pt")
+    highest, known = int(inputs["input_ids"].max()), model.get_input_embeddings().weight.shape[0]
+    if highest >= known:
+        raise FormatError(
+            f"the tokenizer in {folder} gives token {highest}, the model has an embedding for {known} tokens: they"
+            " belong to different models; put the model's own tokenizer files there"
+        )
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     sampling |= (
