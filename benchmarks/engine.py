@@ -692,7 +692,7 @@ def answers_of_transformers(model: Path, prompts: list[list[int]], dtype: str, o
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=loaded.device)
-        said = loaded.generate(ids, do_sample=False, max_new_tokens=ANSWER)
+        said = loaded.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=ANSWER)
         answers.append({"tokens": said[0, len(prompt) :].tolist()})
     out.write_text(json.dumps({"answers": answers}))
 
