@@ -293,7 +293,7 @@ def kernels(one: Measured) -> Iterator[str]:
 def compared(one: Measured) -> Iterator[str]:
     """A real model in vLLM and in transformers."""
     found = one.content
-    yield f"## {found['model']}: vLLM and transformers say the same\n"
+    yield f"## A real checkpoint, {found['model']}: vLLM beside transformers\n"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
     yield f"* {found['date']}, {found['machine']['gpu']}, commit {found['commit']}: {versions}\n"
     if found["kernels"]:
@@ -309,8 +309,6 @@ def compared(one: Measured) -> Iterator[str]:
         lead = each["lead at the first difference"]
         rows.append([each["question"], f"{each['same']} of {each['tokens']}", "–" if lead is None else number(lead, 4)])
     yield table(["question", "tokens that are the same", "lead where they part"], rows) + "\n"
-    for each in found["answers"]:
-        yield f"> **{each['question']}** {' '.join(each['vllm'].split())}\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- the chart

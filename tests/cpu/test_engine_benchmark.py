@@ -96,6 +96,19 @@ def test_our_kernels_are_told_from_the_rest(tmp_path: Path, engine_page: ModuleT
     assert "2:4 int4 ran on our kernels hopper at 1 tokens; unpack at 4096 tokens" in text
 
 
+def test_a_comparison_says_where_the_engines_part(tmp_path: Path, engine_page: ModuleType) -> None:
+    answers = [
+        {"question": "Why?", "same": 48, "tokens": 48, "lead at the first difference": None},
+        {"question": "How?", "same": 7, "tokens": 48, "lead at the first difference": 0.0123},
+    ]
+    path = tmp_path / "made_up_9000" / "same-tiny-float16.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(head(model="Tiny", dtype="float16", mode=0, kernels={"a": 1}, answers=answers)))
+    lines = [line.replace(" ", "") for line in engine_page.render(tmp_path).splitlines()]
+    assert "|Why?|48of48|–|" in lines
+    assert "|How?|7of48|0.0123|" in lines
+
+
 @pytest.mark.parametrize("without", [None, "fp16"])
 def test_the_chart_is_small(tmp_path: Path, engine_page: ModuleType, without: str | None) -> None:
     from PIL import Image
