@@ -13,7 +13,7 @@ import tiny
 from spearfish import sparse24
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress
-from spearfish.compress.recover import GridLinear, Recovery, Settings, _Divergence, rate_at
+from spearfish.compress.recover import GridLinear, Recovery, Settings, _Divergence, rate_at, tokens_that_fit
 from spearfish.errors import SpearfishError
 from spearfish.models import load_dense
 from spearfish.reference import dequantize
@@ -77,6 +77,31 @@ def test_divergence_against_autograd(cap: float | None, monkeypatch: pytest.Monk
     (3 * truth).backward()
     torch.testing.assert_close(got, truth)
     torch.testing.assert_close(gradient, student.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_as_many_tokens_as_memory_holds() -> None:
+    config = {"hidden_size": 576, "num_hidden_layers": 30}
+    assert tokens_that_fit(16384, 512, 60 << 30, config) == 16384
+    assert tokens_that_fit(16384, 512, 180 * 576 * 30 * 1500, config) == 1024
+    assert tokens_that_fit(16384, 512, 0, config) == 512
+
+
+def test_masks_that_move_end_as_masks(place: Path, tmp_path: Path) -> None:
+    """While masks may move, pruned places learn; afterwards two of four are kept again, and other ones than before."""
+    dense = load_dense(place / "dense")
+    tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 32)
+    name = "model.layers.0.mlp.up_proj"
+    weights = {name: tiny.round_to_nearest(dense.whole().get_submodule(name).weight)}  # type: ignore[arg-type]
+    recovery = Recovery(dense, weights, Settings(steps=60, tokens=128, length=32, rate=0.2, masks=0.5), CPU, fast=False)
+    linear, before = recovery.layers[name], dequantize(weights[name]) != 0
+    recovery.run(tokens, tmp_path / "state", lambda *_: None)
+    assert linear.mask is not None and (linear.mask.reshape(-1, 4).sum(1) == 2).all()
+    assert (linear.codes[~linear.mask] == 0).all()
+    assert (linear.mask & ~before).any()
+    assert not sparse24.violations(dequantize(recovery.results()[0][name])).any()
+    again = Recovery(dense, weights, Settings(steps=60, tokens=128, length=32, masks=0.5), CPU, fast=False)
+    again.run(tokens, tmp_path / "state", lambda *_: None)
+    assert again.layers[name].mask is not None and torch.equal(again.layers[name].mask, linear.mask)
 
 
 def test_rates_warm_up_and_fade() -> None:

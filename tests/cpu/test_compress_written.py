@@ -74,3 +74,11 @@ def test_a_run_calibrates_on_it_and_keeps_it(place: Path, monkeypatch: pytest.Mo
         compress(place / "dense", place / "never", Recipe(calibration="self", seq_len=300, method="rtn"), fast=False)
     with pytest.raises(SpearfishError, match="'self'"):
         read_text("self")
+
+
+def test_as_many_windows_as_memory_holds() -> None:
+    config = tiny.llama().config  # 2 blocks, 2 heads of keys and values, 32 wide, 512 words
+    each = 2 * 2 * 2 * 2 * 32 * 100 + 12 * 512
+    assert written.windows_that_fit(4096, 100, 20 * each, config) == 10
+    assert written.windows_that_fit(4096, 100, 1 << 60, config) == 4096
+    assert written.windows_that_fit(4096, 100, 0, config) == 1

@@ -25,7 +25,7 @@ from spearfish.compress import methods, reconstruct, recover, report, sensitivit
 from spearfish.compress.fit import refuse_unfit
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
-from spearfish.compress.recover import Recovery, Settings
+from spearfish.compress.recover import Recovery, Settings, tokens_that_fit
 from spearfish.compress.replay import REPLAYS
 from spearfish.compress.solve import present, solve_group
 from spearfish.compress.walk import Walker, bfloat16_is_faster
@@ -244,6 +244,9 @@ def _recover(
     settings = Settings(budget=recipe.recover, steps=recipe.recover_steps, seed=recipe.seed, **changes)
     weights = {name: w for i in range(len(walker.paths)) for name, w in work.load_block(i)[0].items()}
     recovery = Recovery(dense, weights, settings, walker.device, walker.fast)
+    if walker.device.type == "cuda":
+        free = int(0.9 * torch.cuda.mem_get_info(walker.device)[0])
+        settings = replace(settings, tokens=tokens_that_fit(settings.tokens, settings.length, free, dense.config))
     source = recipe.recover_text
     if source == "auto":
         source = written.NAME if walker.device.type == "cuda" else "articles"

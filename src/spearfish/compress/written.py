@@ -64,7 +64,9 @@ def write(
     prefix = torch.tensor(list(tokenizer("").input_ids), device=device, dtype=torch.int64)
     between = torch.tensor(tokenizer("\n\n", add_special_tokens=False).input_ids, device=device, dtype=torch.int64)
     beginnings = _beginnings(tokenizer, seed).to(device)
-    batch = AT_ONCE if device.type == "cuda" else AT_ONCE_CPU
+    batch = AT_ONCE_CPU
+    if device.type == "cuda":
+        batch = windows_that_fit(AT_ONCE, length, torch.cuda.mem_get_info(device)[0], model.config)
     generator = torch.Generator(device).manual_seed(seed)
     begin = time.perf_counter()
     parts: list[torch.Tensor] = []
@@ -81,6 +83,14 @@ def write(
         if seconds is not None and took * (done + batch) / done > seconds:
             break
     return torch.cat(parts)
+
+
+def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
+    """Windows at once, one at least, whose keys and values in 16 bit and predictions take half of `free` bytes."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    each = 4 * config.num_hidden_layers * heads * width * length + 12 * config.vocab_size
+    return max(min(wanted, free // (2 * each)), 1)
 
 
 def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""Writes the table of docs/accuracy.md from benchmarks/results/accuracy, or says that it is stale (--check).
+
+python benchmarks/accuracy_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "benchmarks" / "results" / "accuracy"
+BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
+BASELINE = "sparsegpt"
+HEAD = ("made by", "calibrated on", "seeds", "perplexity", "gap", "of R's gap", "KL", "took")
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """The results that may stand side by side: those with the most windows of one held-out text."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    found = [facts for facts in found if "quality" in facts]
+    most = max(facts["quality"]["windows"] for facts in found)
+    return [facts for facts in found if facts["quality"]["windows"] == most]
+
+
+def label(recipe: dict[str, Any]) -> str:
+    """What was done, in the words of the command line."""
+    words = [recipe["method"]]
+    if recipe["group_size"] != 128:
+        words.append(f"--group-size {recipe['group_size']}")
+    options = ("catch_up", "budget", "reconstruct")
+    words += [f"--{name.replace('_', '-')} {recipe[name]:g}" for name in options if recipe.get(name)]
+    if recipe["recover"]:
+        words.append(f"--recover {recipe['recover']:.0f}s")
+    return f"`{' '.join(words)}`"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for facts in results:
+        calibration = facts["calibration"]
+        text = "nothing" if facts["recipe"]["method"] == "rtn" else f"{calibration['source']}, {calibration['tokens']}"
+        groups.setdefault((label(facts["recipe"]), text), []).append(facts)
+    base = [facts["gap"] for facts in results if facts["recipe"]["method"] == BASELINE]
+    rows = []
+    for (words, text), runs in sorted(groups.items(), key=lambda item: -_mean(run["gap"] for run in item[1])):
+        perplexities = sorted(run["quality"]["perplexity"] for run in runs)
+        spread = f" ({perplexities[0]:.1f} to {perplexities[-1]:.1f})" if len(runs) > 1 else ""
+        gap = _mean(run["gap"] for run in runs)
+        distances = [run["quality"]["kl"] for run in runs if run["quality"]["kl"] is not None]
+        where = "H200" if "H200" in runs[0]["device"] else runs[0]["device"].upper()
+        rows.append(
+            (
+                words,
+                f"{text} tokens" if text != "nothing" else text,
+                str(len(runs)),
+                f"{math.exp(_mean(map(math.log, perplexities))):.1f}{spread}",
+                f"{gap:.3f}",
+                f"{gap / _mean(base):.2f}",
+                f"{_mean(distances):.2f}" if distances else "",
+                f"{_mean(run['seconds'] for run in runs):.0f} s, {where}",
+            )
+        )
+    lines = ["| " + " | ".join(row) + " |" for row in (HEAD, ("---",) * len(HEAD), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Any) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def page(text: str) -> str:
+    """The page with its table made anew."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table(load(RESULTS)) + END + rest.partition(END)[2]
+
+
+def main() -> None:
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if "--check" in sys.argv and new != old:
+        raise SystemExit("docs/accuracy.md is stale: run python benchmarks/accuracy_page.py")
+    PAGE.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
