@@ -1,0 +1,41 @@
+"""docs/accuracy.md shows what lies in benchmarks/results/accuracy, and its sums are right."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def accuracy_page(repository: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    import accuracy_page
+
+    yield accuracy_page
+    sys.modules.pop("accuracy_page")
+
+
+def result(method: str, perplexity: float, gap: float, **recipe: Any) -> dict[str, Any]:
+    return {
+        "recipe": {"method": method, "group_size": 128, "recover": 0, **recipe},
+        "calibration": {"source": "articles", "tokens": 4096},
+        "quality": {"perplexity": perplexity, "kl": None},
+        "gap": gap,
+        "seconds": 10.0,
+        "device": "cpu",
+    }
+
+
+def test_the_page_is_that_of_the_files(accuracy_page: Any) -> None:
+    old = accuracy_page.PAGE.read_text(encoding="utf-8")
+    assert accuracy_page.page(old) == old, "run python benchmarks/accuracy_page.py"
+
+
+def test_seeds_are_averaged_and_compared_with_the_baseline(accuracy_page: Any) -> None:
+    lines = accuracy_page.table(
+        [result("sparsegpt", 40.0, 1.0), result("sparsegpt", 90.0, 2.0), result("joint", 20.0, 0.6, reconstruct=20)]
+    ).splitlines()
+    assert lines[2].startswith("| `sparsegpt` | articles, 4096 tokens | 2 | 60.0 (40.0 to 90.0) | 1.500 | 1.00 |")
+    assert lines[3].startswith("| `joint --reconstruct 20` | articles, 4096 tokens | 1 | 20.0 | 0.600 | 0.40 |")
