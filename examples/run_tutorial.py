@@ -236,6 +236,7 @@ def main() -> None:
         shutil.rmtree(folder)
     took = time.perf_counter() - start
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    say(f"{took:.0f} s, processor {spent.ru_utime + spent.ru_stime:.0f} s")
     broken = [complaint for complaint in wrong if "\nended with " in complaint]
     if broken or (wrong and not options.write):
         sys.exit(
@@ -243,7 +244,6 @@ def main() -> None:
             " follow: python examples/run_tutorial.py --write"
         )
     say(f"the tutorial: {count} commands, {len(wrong)} outputs renewed")
-    say(f"{took:.0f} s, processor {spent.ru_utime + spent.ru_stime:.0f} s")
 
 
 if __name__ == "__main__":
