@@ -93,6 +93,8 @@ def way(recipe: dict[str, Any]) -> str:
     bits, method = recipe["bits"], recipe["method"]
     pruned = method not in METHODS or METHODS[method].prunes
     words = [f"{'2:4, ' if pruned else 'dense, '}{bits}-bit, `{method}`"]
+    if recipe.get("catch_up"):
+        words.append(f"`--catch-up {recipe['catch_up']:g}`")
     if recipe.get("budget"):
         words.append(f"`--budget {recipe['budget']:g}`")
     if recipe.get("reconstruct"):
