@@ -213,6 +213,8 @@ def test_a_7b_model_is_estimated_to_fit_24_gib(tmp_path: Path) -> None:
     estimate = estimate_memory(dense, walker, Recipe())
     hidden, block, largest_hessian = 2 * 32 * 512 * 4096, 202_383_360, 11008**2
     assert 4 * (block + hidden + 3 * largest_hessian) < estimate < 16 * 2**30
+    # Catching up takes the dense block and its hidden states beside those of the one at work.
+    assert estimate + 4 * hidden < estimate_memory(dense, walker, Recipe(catch_up=1.0)) < 16 * 2**30
     # Training one block takes six numbers a weight beside the block and four sets of hidden states.
     assert 4 * (2 * hidden + 7 * block) < estimate_memory(dense, walker, Recipe(reconstruct=20)) < 16 * 2**30
     # Recovery holds both models and an optimiser: a user must be told before the blocks are done.

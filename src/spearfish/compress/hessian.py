@@ -13,7 +13,7 @@ from spearfish.errors import ShapeError, SpearfishError
 
 DAMPING = 0.1  # first try, as a share of the mean of H's diagonal
 MAX_DAMPING = 10.0
-FAR = 2.0  # times the median lag: further than that no token counts
+FAR = 2.0  # times the median lag: no token counts as further away than that
 
 
 class Hessian:
