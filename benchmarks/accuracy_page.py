@@ -51,7 +51,8 @@ def table(results: list[dict[str, Any]]) -> str:
         spread = f" ({perplexities[0]:.1f} to {perplexities[-1]:.1f})" if len(runs) > 1 else ""
         gap = _mean(run["gap"] for run in runs)
         distances = [run["quality"]["kl"] for run in runs if run["quality"]["kl"] is not None]
-        where = "H200" if "H200" in runs[0]["device"] else runs[0]["device"].upper()
+        cpu = runs[0]["device"] == "cpu"
+        took = f"{_mean(run['cpu_seconds' if cpu else 'seconds'] for run in runs):.0f}"
         rows.append(
             (
                 words,
@@ -61,7 +62,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 f"{gap:.3f}",
                 f"{gap / _mean(base):.2f}",
                 f"{_mean(distances):.2f}" if distances else "",
-                f"{_mean(run['seconds'] for run in runs):.0f} s, {where}",
+                f"{took} CPU seconds" if cpu else f"{took} s, {runs[0]['device']}",
             )
         )
     lines = ["| " + " | ".join(row) + " |" for row in (HEAD, ("---",) * len(HEAD), *rows)]

@@ -24,6 +24,7 @@ def result(method: str, perplexity: float, gap: float, **recipe: Any) -> dict[st
         "quality": {"perplexity": perplexity, "kl": None},
         "gap": gap,
         "seconds": 10.0,
+        "cpu_seconds": 20.0,
         "device": "cpu",
     }
 
@@ -38,4 +39,5 @@ def test_seeds_are_averaged_and_compared_with_the_baseline(accuracy_page: Any) -
         [result("sparsegpt", 40.0, 1.0), result("sparsegpt", 90.0, 2.0), result("joint", 20.0, 0.6, reconstruct=20)]
     ).splitlines()
     assert lines[2].startswith("| `sparsegpt` | articles, 4096 tokens | 2 | 60.0 (40.0 to 90.0) | 1.500 | 1.00 |")
+    assert lines[2].endswith("| 20 CPU seconds |")
     assert lines[3].startswith("| `joint --reconstruct 20` | articles, 4096 tokens | 1 | 20.0 | 0.600 | 0.40 |")
