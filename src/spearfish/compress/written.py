@@ -87,9 +87,9 @@ def write(
 
 def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
     """Windows at once, one at least, whose keys and values in 16 bit and predictions take half of `free` bytes."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    each = 4 * config.num_hidden_layers * heads * width * length + 12 * config.vocab_size
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    each = 4 * int(config.num_hidden_layers) * heads * width * length + 12 * int(config.vocab_size)
     return max(min(wanted, free // (2 * each)), 1)
 
 
