@@ -40,7 +40,8 @@ On your own GPU: `spearfish bench`, or `spearfish bench CHECKPOINT --m 1,16,256`
 _NOTHING = """
 ## Results
 
-None yet: no result file has been committed.
+None yet: no result file has been committed. What the kernels took while they were developed, without rivals beside them
+in the same run, is in [facts.md](facts.md).
 """
 
 
