@@ -37,8 +37,8 @@ PROSE = FOLDER / "held-out.txt"
 
 # k is 576 and 1536 in this model: groups of 64 fit both. The quickest method that compensates its errors, and then five
 # minutes of learning from the dense model: seven minutes in all on two cores. (With so little text `joint` and its
-# catching up start closer to the dense model and end further from it.) The short form does the first three of the thirty
-# blocks, and does not learn.
+# catching up start closer to the dense model and end further from it.) The short form does the first three of the
+# thirty blocks, and does not learn.
 REST = ("re:layers\\.([3-9]|[12][0-9])\\.",)
 FULL = Recipe(group_size=64, method="sparsegpt", num_samples=16, recover=300)
 RECIPE = replace(FULL, num_samples=4, recover=0, ignore=REST) if SHORT else FULL
