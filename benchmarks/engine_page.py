@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -156,44 +156,32 @@ def section(one: Measured) -> Iterator[str]:
     names = [NAMES[kind][0] for kind in kinds]
     ours = "sparse24-int4"
     head = ["ms", *names, "2:4 int4 × int4", "× fp16", "wanted", "best hoped for"]
-    body: list[list[str]] = []
-    for batch in one.batches:
-        rival, mine = one.decode(RIVAL, batch), one.decode(ours, batch)
-        body.append(
-            [
-                f"decode {batch}",
-                *(number(one.decode(kind, batch)) for kind in kinds),
-                times(rival, mine),
-                times(one.decode("fp16", batch), mine),
-                f"≥ {DECODE}×",
-                f"{DECODE_BEST.get(batch, 1.7)}×",
-            ]
-        )
+
+    def row(
+        label: str,
+        find: Callable[[str, Any], float | None],
+        which: Any,
+        digits: int,
+        *aims: str,
+        more_is_better: bool = False,
+    ) -> list[str]:
+        def gain(other: str) -> str:
+            pair = find(other, which), find(ours, which)
+            return times(*reversed(pair)) if more_is_better else times(*pair)
+
+        return [label, *(number(find(kind, which), digits) for kind in kinds), gain(RIVAL), gain("fp16"), *aims]
+
+    body = [
+        row(f"decode {batch}", one.decode, batch, 2, f"≥ {DECODE}×", f"{DECODE_BEST.get(batch, 1.7)}×")
+        for batch in one.batches
+    ]
     for which in one.prefills:
-        rival, mine = one.prefill(RIVAL, which), one.prefill(ours, which)
-        body.append(
-            [
-                f"prefill {which.replace('x', ' × ')}",
-                *(number(one.prefill(kind, which), 1) for kind in kinds),
-                times(rival, mine),
-                times(one.prefill("fp16", which), mine),
-                f"≥ {PREFILL}× both",
-                f"{PREFILL_BEST}×",
-            ]
-        )
+        label = f"prefill {which.replace('x', ' × ')}"
+        body.append(row(label, one.prefill, which, 1, f"≥ {PREFILL}× both", f"{PREFILL_BEST}×"))
     for which in one.queues:
-        rival, mine = one.queue(RIVAL, which), one.queue(ours, which)
         count, tokens, answer = which.split("x")
-        body.append(
-            [
-                f"{count} requests, {tokens} in, {answer} out: tokens/s",
-                *(number(one.queue(kind, which), 0) for kind in kinds),
-                times(mine, rival),
-                times(mine, one.queue("fp16", which)),
-                "–",
-                "–",
-            ]
-        )
+        label = f"{count} requests, {tokens} in, {answer} out: tokens/s"
+        body.append(row(label, one.queue, which, 0, "–", "–", more_is_better=True))
     if one.path.stem != AIMED_AT:
         head, body = head[:-2], [row[:-2] for row in body]
     yield table(head, body) + "\n"
