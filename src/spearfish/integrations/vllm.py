@@ -27,7 +27,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config as h
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from spearfish import quantization
+from spearfish import quantization, sparse24
 from spearfish.checkpoint import open_checkpoint
 from spearfish.checkpoint.config import QuantConfig, interpret
 from spearfish.checkpoint.patterns import Budget, Pattern
@@ -407,8 +407,8 @@ class Part:
         width = k // 2 if scheme.is_sparse else k
         positions = None
         if scheme.is_sparse:
-            patterns = torch.tensor([low | high << 2 for high in range(4) for low in range(high)], device=device)
-            positions = patterns.to(torch.uint8)[torch.randint(6, (n, k // 4), device=device)]
+            patterns = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=device)
+            positions = patterns[torch.randint(len(patterns), (n, k // 4), device=device)]
         # Values such that activations keep about their size from layer to layer.
         size = width**-0.5
         if scheme.bits == 16:
