@@ -15,22 +15,7 @@
 #define L128                                                               \
     L64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
         ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define L256                                                                            \
-    L128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
-         ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
-         ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-         ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#if TOKENS == 8
-#define D_LIST L8
-#define D_OPERANDS D4(0)
-#define A_LIST "{%4,%5,%6,%7}, %8"
-#define META_LIST "%9, %10"
-#elif TOKENS == 16
-#define D_LIST L16
-#define D_OPERANDS D4(0), D4(4)
-#define A_LIST "{%8,%9,%10,%11}, %12"
-#define META_LIST "%13, %14"
-#elif TOKENS == 32
+#if TOKENS == 32
 #define D_LIST L32
 #define D_OPERANDS D16(0)
 #define A_LIST "{%16,%17,%18,%19}, %20"
@@ -45,11 +30,6 @@
 #define D_OPERANDS D64(0)
 #define A_LIST "{%64,%65,%66,%67}, %68"
 #define META_LIST "%69, %70"
-#elif TOKENS == 256
-#define D_LIST L256
-#define D_OPERANDS D64(0), D64(64)
-#define A_LIST "{%128,%129,%130,%131}, %132"
-#define META_LIST "%133, %134"
 #endif
 #if BF16
 #define IN_TYPE "bf16"
