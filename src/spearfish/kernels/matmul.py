@@ -136,12 +136,7 @@ def matmul(
         # The same as the op below without torch's dispatcher, which takes several times as long as the launch.
         if bias is not None or x.dim() != 2 or x.size(1) != prepared.k or x.dtype is not prepared.dtype:
             _check(x, prepared, bias, out)
-        try:
-            result = x.new_empty((x.size(0), prepared.n) if x.dim() == 2 else (*x.shape[:-1], prepared.n))
-            _run(x, stream, prepared.column_scale, bias, result, prepared.facts)
-        except torch.OutOfMemoryError as error:
-            raise _no_room_for(x, prepared.facts, error) from error
-        return result
+        return _product(x, stream, prepared.column_scale, bias, prepared.facts)
     _check(x, prepared, bias, out)
     if stream is None:
         y = functional.linear(x, prepared.dense, bias)  # type: ignore[arg-type]  # one of the two is always there
@@ -194,6 +189,18 @@ _BOUND_MOST = 4096
 _MOST_ROWS = (1 << 31) - (1 << 10)
 
 
+def _product(
+    x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, facts: Facts
+) -> torch.Tensor:
+    """A new [..., n]. Raises OutOfMemoryError."""
+    try:
+        result = x.new_empty((x.size(0), facts[1]) if x.dim() == 2 else (*x.shape[:-1], facts[1]))
+        _run(x, stream, column_scale, bias, result, facts)
+    except torch.OutOfMemoryError as error:
+        raise _no_room_for(x, facts, error) from error
+    return result
+
+
 def _run(
     x: torch.Tensor,
     stream: torch.Tensor,
@@ -244,12 +251,7 @@ def _matmul_cuda(
     x: torch.Tensor, stream: torch.Tensor, column_scale: torch.Tensor | None, bias: torch.Tensor | None, *facts: object
 ) -> torch.Tensor:
     known: Facts = facts  # type: ignore[assignment]  # the schema says so
-    try:
-        out = x.new_empty((*x.shape[:-1], known[1]))
-        _run(x, stream, column_scale, bias, out, known)
-    except torch.OutOfMemoryError as error:
-        raise _no_room_for(x, known, error) from error
-    return out
+    return _product(x, stream, column_scale, bias, known)
 
 
 @torch.library.register_fake("spearfish::matmul", lib=_library)  # type: ignore[untyped-decorator]
