@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -120,8 +120,14 @@ def room(nbytes: int) -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
+    filler = []
     try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        for size in (64 << 20, 4 << 20):  # what the allocator holds and could still give away
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    filler.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

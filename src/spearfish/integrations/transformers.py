@@ -249,6 +249,8 @@ class FileQuantizer(HfQuantizer):  # type: ignore[misc]
         wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
         for name, module in list(quantised(model)):
             weight = reference.dequantize(module.weight, wanted or torch.float32)
+            if module.prepared is not None:  # where a layer has no tile stream, its neutral weight stayed on the CPU
+                weight = weight.to(module.prepared.device)
             _replace(model, name, _plain_linear(weight, module.bias))
         return model
 

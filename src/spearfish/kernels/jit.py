@@ -218,12 +218,26 @@ class _Log:
         self.text += text
 
 
+@lru_cache(maxsize=1)
+def _nvrtc_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    return (major, minor) if int(status) == 0 else (0, 0)
+
+
 def _run_compiler(variant: Variant) -> tuple[bytes, str]:
     core = _need_cuda_core()
     source, compiler_log = source_text(variant.source), _Log()
     macros = [(name, str(value)) for name, value in (*variant.macros, (f"ENTRY_{variant.entry.upper()}", 1))]
     options = core.ProgramOptions(
-        name=variant.source, arch=variant.arch, std="c++17", define_macro=macros, ptxas_options=["-v"]
+        name=variant.source,
+        arch=variant.arch,
+        std="c++17",
+        define_macro=macros,
+        ptxas_options=["-v"],
+        # From 12.9 on NVRTC keeps results on disk, too, and what it finds there comes without the log that we read.
+        no_cache=_nvrtc_version() >= (12, 9) or None,
     )
     try:
         code = core.Program(source, "c++", options=options).compile("cubin", logs=compiler_log).code

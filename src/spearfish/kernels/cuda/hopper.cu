@@ -138,7 +138,10 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
             constexpr bool kFreeFirst = kGroups > 2;
             auto free_previous = [&]() {
                 wgmma_wait<1>();
-                if (chunk == 0 && previous >= 0 && lane == 0) barrier_arrive(at.empty + 8 * previous);
+                if (chunk == 0 && previous >= 0) {
+                    __syncwarp();  // every lane has read
+                    if (lane == 0) barrier_arrive(at.empty + 8 * previous);
+                }
             };
             if (kFreeFirst) free_previous();
             if (ends && more) barrier_wait(at.full + 8 * stage, phase);
@@ -163,6 +166,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     }
     if (kTurn > 1 && i < count) step(0, false);
     wgmma_wait<0>();
+    __syncwarp();
     if (lane == 0) barrier_arrive(at.empty + 8 * previous);
 }
 

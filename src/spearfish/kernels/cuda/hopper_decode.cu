@@ -42,6 +42,11 @@ __device__ __forceinline__ void multiply_sparse(float* d, const u32 (&a)[4], con
           "n"(selector));
 }
 
+// Reached in two places, by the producer and by the consumers, so the threads are counted.
+__device__ __forceinline__ void sync_all() {
+    asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
+}
+
 // Where a lane reads in the first stage: codes, metadata, scales, and x for even and odd quarters of a tile.
 struct Places {
     u32 codes, meta, scale, x[2];
@@ -166,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
         // Weights do not depend on the kernel before this one: fill the ring with them, then wait for x.
         const int ahead = min(min(p.stages, stage_count), p.ahead);
         for (int i = 0; i < ahead; ++i) send_weights(i, i);
-        __syncthreads();
+        sync_all();
         cluster.arrive_at_start();
         asm volatile("griddepcontrol.launch_dependents;");
         asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -212,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
-    __syncthreads();
+    sync_all();
     cluster.arrive_at_start();
     asm volatile("griddepcontrol.launch_dependents;");
 
