@@ -12,7 +12,7 @@ import tiny
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress, methods
 from spearfish.compress.hessian import Hessian
-from spearfish.compress.reconstruct import distance
+from spearfish.compress.recover import distance
 from spearfish.compress.walk import Walker
 from spearfish.errors import SpearfishError
 from spearfish.models import load_dense

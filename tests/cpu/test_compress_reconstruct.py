@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import tiny
 from spearfish import sparse24
@@ -18,7 +19,8 @@ from spearfish.checkpoint import open_checkpoint
 from spearfish.checkpoint.reader import LAYER_FORMATS
 from spearfish.compress import Recipe, Report, compress, reconstruct
 from spearfish.compress.hessian import Hessian
-from spearfish.compress.reconstruct import distance, split
+from spearfish.compress.reconstruct import split
+from spearfish.compress.recover import distance
 from spearfish.compress.sensitivity import Unit, choose, dense_bytes, measure_block
 from spearfish.compress.solve import solve_group
 from spearfish.compress.walk import Walker
@@ -105,6 +107,44 @@ def test_the_outcome_is_that_of_the_whole_model(place: Path, reports: dict[str, 
         if index == 0:  # the blocks behind it were solved on other inputs than those of the run without training
             start = states(place, "before", tokens[judging])[0]
             assert outcome["before"] == pytest.approx(float(distance(start, goal)), rel=1e-3)
+
+
+def test_blocks_ahead_count_too(place: Path) -> None:
+    """Against the whole dense model with only the first block's weights changed."""
+    dense = load_dense(place / "dense")
+    tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 32)[:24]
+    walker = Walker(dense, CPU, fast=False)
+    hidden = walker.embed(tokens)
+    walker.load(0)
+    goal = walker.forward(0, hidden)
+    linears = {n: m for n, m in walker.net.get_submodule(walker.paths[0]).named_modules() if isinstance(m, nn.Linear)}
+    start = {f"{walker.paths[0]}.{n}": tiny.round_to_nearest(m.weight, group=64) for n, m in linears.items()}
+    for name, weight in start.items():
+        walker.net.get_submodule(name).weight.data.copy_(dequantize(weight))  # type: ignore[operator]
+    settings = FAR(steps=20, tokens=256, ahead=2)
+    trained, outcome = reconstruct.reconstruct(walker, 0, start, hidden, goal, settings)
+    judges = split(24, 0.125, 0)[1]
+    far = []
+    for weights, told in ((start, outcome.before), (trained, outcome.after)):
+        model = dense.whole()
+        wanted = model(tokens[judges], output_hidden_states=True).hidden_states[1], ends(model, tokens[judges])
+        for name, weight in weights.items():
+            model.get_submodule(name).weight.data.copy_(dequantize(weight))
+        got = model(tokens[judges], output_hidden_states=True).hidden_states[1], ends(model, tokens[judges])
+        near_and_far = [float(distance(g, w)) for g, w in zip(got, wanted, strict=True)]
+        assert told == pytest.approx(sum(near_and_far) / 2, rel=1e-3)
+        far.append(near_and_far[1])
+    assert far[1] < far[0] and outcome.kept
+    assert all(p.device.type == "meta" for p in walker.net.get_submodule(walker.paths[1]).parameters())
+
+
+def ends(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """What the last block gives, before the norm."""
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[-1].register_forward_hook(lambda _module, _args, out: seen.append(out))  # type: ignore
+    model(tokens)
+    handle.remove()
+    return seen[0][0] if isinstance(seen[0], tuple) else seen[0]
 
 
 def test_masks_stay_and_nothing_is_added(place: Path, reports: dict[str, Report]) -> None:

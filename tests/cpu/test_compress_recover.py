@@ -65,7 +65,7 @@ def test_divergence_against_autograd(cap: float | None, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     student = torch.randn(20, 8, dtype=torch.float32, requires_grad=True)
     teacher, head = torch.randn(20, 8), torch.randn(50, 8)
-    got = _Divergence.apply(student, teacher, head, cap)
+    got = _Divergence.apply(student, teacher, head, head, cap)
     (3 * got).backward()
     gradient, student.grad = student.grad, None
 
@@ -77,6 +77,15 @@ def test_divergence_against_autograd(cap: float | None, monkeypatch: pytest.Monk
     (3 * truth).backward()
     torch.testing.assert_close(got, truth)
     torch.testing.assert_close(gradient, student.grad, rtol=1e-4, atol=1e-6)
+    # An output matrix that learns, apart from the teacher's.
+    mine = head.clone().requires_grad_()
+    (3 * _Divergence.apply(student.detach(), teacher, mine, head, cap)).backward()
+    by_head, mine.grad = mine.grad, None
+    p = logits(teacher).detach()
+    raw = student.detach() @ mine.T
+    q = (raw if cap is None else cap * torch.tanh(raw / cap)).log_softmax(-1)
+    (3 * F.kl_div(q, p, log_target=True, reduction="batchmean")).backward()
+    torch.testing.assert_close(by_head, mine.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_as_many_tokens_as_memory_holds() -> None:
@@ -158,12 +167,13 @@ def test_recovery_brings_the_predictions_back(place: Path, monkeypatch: pytest.M
     assert not torch.equal(first.tensor(gain), second.tensor(gain))
 
 
-def test_an_interrupted_recovery_goes_on_to_the_same_end(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [0.0, 1e-3])
+def test_an_interrupted_recovery_goes_on_to_the_same_end(place: Path, tmp_path: Path, table: float) -> None:
     dense = load_dense(place / "dense")
     tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 64)
     module = dense.whole().get_submodule("model.layers.0.mlp.up_proj")
     weights = {"model.layers.0.mlp.up_proj": tiny.round_to_nearest(module.weight)}
-    settings = Settings(steps=6, tokens=128, length=64)
+    settings = Settings(steps=6, tokens=128, length=64, table=table)
 
     def silent(*_: object) -> None:
         pass
@@ -185,6 +195,10 @@ def test_an_interrupted_recovery_goes_on_to_the_same_end(place: Path, tmp_path: 
     for name, layer_of in straight.layers.items():
         assert torch.equal(layer_of.codes, again.layers[name].codes)
         assert torch.equal(layer_of.log_scales, again.layers[name].log_scales)
+    stored = dense.reader.tensor("model.embed_tokens.weight")
+    learned = straight.results()[1].get("model.embed_tokens.weight", stored)
+    assert torch.equal(learned, again.results()[1].get("model.embed_tokens.weight", stored))
+    assert torch.equal(learned, stored) == (not table)
 
 
 def test_layers_left_alone_compute_in_bfloat16_too(place: Path) -> None:

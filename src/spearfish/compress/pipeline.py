@@ -37,12 +37,18 @@ from spearfish.scheme import QuantWeight
 
 log = logging.getLogger(__name__)
 
-WRITING_SHARE = 0.15  # of the time for recovery, if the model writes the text for it
+WRITING_SHARE = 0.25  # of the time for recovery, if the model writes the text for it
 MOST_WRITTEN = 1 << 24  # tokens
 
-# Families whose attention and MLP are added to the stream as they come; Gemma norms them first.
-ADDS_PLAINLY = ("llama", "mistral", "qwen2", "qwen3")
 WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
+# The norms that the writers' outputs pass before they are added to the stream; no name: none.
+NORMED: dict[str, dict[str, str]] = {
+    **{family: {} for family in ("llama", "mistral", "qwen2", "qwen3")},
+    "gemma3_text": {
+        "self_attn.o_proj": "post_attention_layernorm",
+        "mlp.down_proj": "post_feedforward_layernorm",
+    },
+}
 
 RECOVERY = "recovery.safetensors"
 
@@ -373,8 +379,10 @@ def _solve_block(
         hessian = Hessian(modules[0].in_features, walker.device, recipe.equal_norm)  # type: ignore[arg-type]
         if twin is not None and goal is not None:
             local = tuple(name.removeprefix(f"{path}.") for name in linears)
-            residual = WRITERS.get(local[0], "") if walker.model.model_type in ADDS_PLAINLY else ""
-            ran = walker.lag(index, local, hidden, twin, goal, residual, hessian.add)
+            norms = NORMED.get(walker.model.model_type)
+            residual = "" if norms is None else WRITERS.get(local[0], "")
+            norm = (norms or {}).get(local[0], "")
+            ran = walker.lag(index, local, hidden, twin, goal, residual, hessian.add, norm)
         else:
             ran = walker.inputs(index, modules[0], hidden, hessian.add)
         if not ran:

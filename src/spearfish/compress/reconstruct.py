@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spearfish.compress.recover import GridLinear, rate_at, set_rates
+from spearfish.compress.recover import GridLinear, distance, fused, rate_at, set_rates
 from spearfish.compress.replay import Repeated
-from spearfish.compress.walk import Walker
+from spearfish.compress.walk import Walker, first_of
 from spearfish.errors import SpearfishError
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantWeight
@@ -29,7 +29,8 @@ from spearfish.scheme import QuantWeight
 class Settings:
     """tokens: per step. rate: largest learning rate of the codes, in codes per step; scales move by `scale_rate` of
     themselves. Rounding fades in until `rounded` of the steps are done. held_out: share of the windows that are not
-    trained on but judge the result."""
+    trained on but judge the result. ahead: that many dense blocks behind it are run on its output, and what comes out
+    of them counts as much as the output itself."""
 
     steps: int
     tokens: int = 1024
@@ -38,6 +39,7 @@ class Settings:
     warmup: float = 0.05
     rounded: float = 0.5
     held_out: float = 0.125
+    ahead: int = 0
     seed: int = 0
 
 
@@ -49,7 +51,8 @@ def settings_on(device: torch.device) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Outcome:
     """Of one block: mean over the held-out tokens of ‖h − ĥ‖² / ‖h‖², h being the dense model's hidden state after the
-    block and ĥ the compressed one's. kept: False if training did not lower it; the block then stays as it was."""
+    block and ĥ the compressed one's; with blocks ahead, the mean of that and the same behind the last of them. kept:
+    False if training did not lower it; the block then stays as it was."""
 
     block: str
     before: float
@@ -58,13 +61,6 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def distance(out: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of ‖out − goal‖² / ‖goal‖² for [..., width]: token by token, so that a few huge ones do not own
-    it."""
-    size = goal.float().square().sum(-1).clamp_min(1e-6)
-    return ((out.float() - goal.float()).square().sum(-1) / size).mean()
 
 
 def reconstruct(
@@ -84,7 +80,20 @@ def reconstruct(
     block = walker.net.get_submodule(path)
     plain = {name: walker.net.get_submodule(name) for name in weights}
     training, judging = split(len(hidden), settings.held_out, settings.seed + index)
-    before = float(distance(walker.forward(index, hidden[judging]), goal[judging]))
+    ahead = list(range(index + 1, min(index + 1 + settings.ahead, len(walker.paths))))
+    far = goal
+    for other in ahead:
+        walker.load(other)
+        far = walker.forward(other, far)
+
+    def judged() -> float:
+        out = walker.forward(index, hidden[judging])
+        near = distance(out, goal[judging])
+        for other in ahead:
+            out = walker.forward(other, out)
+        return float((near + distance(out, far[judging])) / 2)
+
+    before = judged()
     dtype = torch.bfloat16 if walker.fast else torch.float32
     layers = {
         name: GridLinear(weight, plain[name].bias, walker.device, dtype)  # type: ignore[arg-type]
@@ -93,13 +102,17 @@ def reconstruct(
     try:
         for name, layer in layers.items():
             _put(walker.net, name, layer)
-        _train(walker, index, block, list(layers.values()), hidden[training], goal[training], settings)
+        states = [state[training] for state in (hidden, goal, far)]
+        blocks = [block, *(walker.net.get_submodule(walker.paths[other]) for other in ahead)]
+        _train(walker, index, blocks, list(layers.values()), states, settings)
     finally:
         for name, module in plain.items():
             _put(walker.net, name, module)
     trained = {name: layer.packed() for name, layer in layers.items()}
     _fill(plain, trained)
-    after = float(distance(walker.forward(index, hidden[judging]), goal[judging]))
+    after = judged()
+    for other in ahead:
+        walker.release(other)
     kept = after < before
     if not kept:
         _fill(plain, weights)
@@ -116,13 +129,15 @@ def split(count: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tens
 def _train(
     walker: Walker,
     index: int,
-    block: nn.Module,
+    blocks: list[nn.Module],
     layers: list[GridLinear],
-    hidden: torch.Tensor,
-    goal: torch.Tensor,
+    states: list[torch.Tensor],
     settings: Settings,
 ) -> None:
+    """blocks: the one with `layers` in it, and those ahead. states: what the first receives, and what it and the last
+    should give, [count, length, width]."""
     device = walker.device
+    hidden = states[0]
     groups = (([layer.codes for layer in layers], settings.rate), ([x.log_scales for x in layers], settings.scale_rate))
     gpu = device.type == "cuda"
     optimiser = torch.optim.AdamW(
@@ -142,14 +157,17 @@ def _train(
     share = torch.zeros((), device=device)
     for layer in layers:
         layer.share = share
-    given = torch.empty(per_step, *hidden.shape[1:], device=device)
-    wanted = torch.empty_like(given)
+    given, near, far = places = [torch.empty(per_step, *hidden.shape[1:], device=device) for _ in states]
+    forwards = [fused(block.forward, device) for block in blocks]
 
     def learn() -> torch.Tensor:
         with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=walker.fast):
-            result = block(given, **walker.arguments[index])
-            out = result[0] if isinstance(result, tuple) else result
-            loss = distance(out, wanted)
+            out = first_of(forwards[0](given, **walker.arguments[index]))
+            loss = distance(out, near)
+            for place, forward in enumerate(forwards[1:], index + 1):
+                out = first_of(forward(out, **walker.arguments[place]))
+            if len(forwards) > 1:
+                loss = (loss + distance(out, far)) / 2
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -164,8 +182,8 @@ def _train(
         rows, order = order[:per_step], order[per_step:]
         share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
         set_rates(optimiser, rate_at(fraction, settings.warmup))
-        given.copy_(hidden[rows])
-        wanted.copy_(goal[rows])
+        for there, state in zip(places, states, strict=True):
+            there.copy_(state[rows])
         losses.append(step_once().clone())  # looked at when all is done: a GPU would wait at each
     for step, value in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(value):

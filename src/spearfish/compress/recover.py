@@ -8,11 +8,14 @@ Codes are trained in units of their scale: one learning rate then fits every lay
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,9 +30,12 @@ from spearfish.errors import SpearfishError
 from spearfish.models import DenseModel
 from spearfish.scheme import QuantWeight
 
+log = logging.getLogger(__name__)
+
 # Tokens whose predictions are formed at once: the vocabulary is the widest thing in a language model.
 LOGITS_AT_ONCE = 256
 LOGITS_AT_ONCE_GPU = 4096
+CACHES = ("cache", "past_key_values")  # its name in newer and older releases of transformers
 SYNC_EVERY = 8  # steps between two looks at the loss on a GPU, which otherwise waits for the processor each time
 REMASK_EVERY = 10  # steps
 
@@ -40,7 +46,9 @@ class Settings:
 
     rate: largest learning rate of the codes, in codes per step; scales and norm gains move by `gain_rate` of
     themselves. Rounding fades in until `rounded` of the budget is used: before that, codes travel freely.
-    features: weight of the distance between the blocks' outputs beside that between the predictions.
+    features: weight of the distance between the blocks' outputs beside that between the predictions; at the end of the
+    budget `features_end` of it, on a straight line.
+    table: the embedding and what predicts words learn too, by that share of their mean size a step; 0: they do not.
     masks: share of the budget during which masks may still move: places that are pruned learn too, held back by
     `decay` a step, and take the place of a kept one that they have outgrown.
     """
@@ -54,6 +62,8 @@ class Settings:
     warmup: float = 0.05
     rounded: float = 0.5
     features: float = 1.0
+    features_end: float = 1.0
+    table: float = 0.0
     masks: float = 0.0
     decay: float = 0.01
     seed: int = 0
@@ -72,6 +82,47 @@ def tokens_that_fit(wanted: int, length: int, free: int, config: dict[str, Any])
     width, blocks = int(config.get("hidden_size", 0)), int(config.get("num_hidden_layers", 0))
     most = free // max(180 * width * blocks, 1)
     return max(min(wanted, most) // length, 1) * length
+
+
+@cache
+def _compiler_works() -> bool:
+    """Whether torch can compile for the GPU here; it needs a C compiler besides Triton."""
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    try:
+        torch.compile(lambda y: (y.sin() * y).sum())(x).backward()
+    except (RuntimeError, OSError, ImportError) as error:
+        log.warning("torch cannot compile here, so steps take about twice as long: %s", error)
+        return False
+    return True
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def fused(function: Any, device: torch.device) -> Any:
+    """The function, on a GPU with what lies between its matrix products fused into few passes over memory. Functions
+    that share their code, such as the forward passes of a model's blocks, are compiled once."""
+    if device.type != "cuda" or not _compiler_works():
+        return function
+    if isinstance(function, MethodType):
+        return torch.compile(function, dynamic=False)
+    if function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function, dynamic=False)
+    return _COMPILED[function]
+
+
+def fuse_blocks(model: nn.Module, paths: list[str], device: torch.device) -> None:
+    """Lets the blocks of a transformers model run fused, on a GPU; they keep no cache of keys and values then."""
+    for path in paths:
+        block = model.get_submodule(path)
+        block.forward = _without_cache(fused(block.forward, device))
+
+
+def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **named: Any) -> Any:
+        return forward(*arguments, **{name: value for name, value in named.items() if name not in CACHES})
+
+    return run
 
 
 class _OnGrid(torch.autograd.Function):
@@ -185,32 +236,48 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, cap: float | None
+        ctx: Any,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        head: torch.Tensor,
+        goal_head: torch.Tensor,
+        cap: float | None,
     ) -> torch.Tensor:
         gradient = torch.empty_like(student)
+        by_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
         total = torch.zeros((), device=student.device)
         at_once = LOGITS_AT_ONCE_GPU if student.device.type == "cuda" else LOGITS_AT_ONCE
+        slope_of = fused(_slope, student.device)
         for start in range(0, student.shape[0], at_once):
-            part = slice(start, start + at_once)
-            goal = _capped((teacher[part].to(head.dtype) @ head.T).float(), cap)
-            raw = (student[part].to(head.dtype) @ head.T).float()
-            logits = _capped(raw, cap)
-            goal.sub_(goal.logsumexp(-1, keepdim=True))
-            logits.sub_(logits.logsumexp(-1, keepdim=True))
-            p = goal.exp()
-            total += (p * (goal - logits)).sum()
-            slope = logits.exp_().sub_(p)
-            if cap is not None:
-                slope *= 1 - (raw / cap).tanh().square()
-            gradient[part] = (slope.to(head.dtype) @ head).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
+            mine = student[start : start + at_once].to(head.dtype)
+            loss, slope = slope_of(mine @ head.T, teacher[start : start + at_once].to(head.dtype) @ goal_head.T, cap)
+            total += loss
+            gradient[start : start + at_once] = slope @ head
+            if by_head is not None:
+                by_head += slope.T @ mine
+        ctx.save_for_backward(gradient, by_head)
         ctx.count = student.shape[0]
         return total / student.shape[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * (gradients[0] / ctx.count), None, None, None
+        gradient, by_head = ctx.saved_tensors
+        factor = gradients[0] / ctx.count
+        return gradient * factor, None, None if by_head is None else by_head * factor, None, None
+
+
+def _slope(raw: torch.Tensor, goal: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over tokens of KL(goal ‖ raw) for logits [t, v], and its slope [t, v] by `raw`, of raw's type."""
+    logits = _capped(raw.float(), cap)
+    goal = _capped(goal.float(), cap)
+    logits = logits - logits.logsumexp(-1, keepdim=True)
+    goal = goal - goal.logsumexp(-1, keepdim=True)
+    p = goal.exp()
+    loss = (p * (goal - logits)).sum()
+    slope = logits.exp_().sub_(p)
+    if cap is not None:
+        slope *= 1 - (raw.float() / cap).tanh_().square_()
+    return loss, slope.to(raw.dtype)
 
 
 def _capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -218,20 +285,38 @@ def _capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
-def _by_blocks(model: nn.Module, tokens: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The outputs of all blocks but the last [t, d], and the final hidden state after the last norm [t, d]."""
-    # A cache nobody reads: without one transformers looks into its position ids, for which a GPU must wait.
-    out: Any = model(input_ids=tokens, use_cache=tokens.is_cuda, output_hidden_states=True)
-    flat = [hidden.flatten(0, 1) for hidden in out.hidden_states]
-    return flat[1:-1], out.last_hidden_state.flatten(0, 1)
+class _Watched:
+    """A decoder that gives its blocks' outputs too. (transformers' own way of asking for them puts hooks inside of the
+    blocks, where they break up what is compiled.)"""
+
+    def __init__(self, model: nn.Module, paths: list[str]) -> None:
+        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self.seen: list[torch.Tensor] = []
+        for path in paths:
+            model.get_submodule(path).register_forward_hook(self._see)
+
+    def _see(self, _module: nn.Module, _inputs: Any, out: Any) -> None:
+        self.seen.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))
+
+    def __call__(self, tokens: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The outputs of all blocks but the last [t, d], and the final hidden state after the last norm [t, d]."""
+        self.seen = []
+        # A cache nobody reads: without one transformers looks into its position ids, for which a GPU must wait.
+        out: Any = self.decoder(input_ids=tokens, use_cache=tokens.is_cuda)
+        seen, self.seen = self.seen, []
+        return seen[:-1], out.last_hidden_state.flatten(0, 1)
+
+
+def distance(out: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ‖out − goal‖² / ‖goal‖² for [..., width]: token by token, so that a few huge ones do not own
+    it."""
+    size = goal.float().square().sum(-1).clamp_min(1e-6)
+    return ((out.float() - goal.float()).square().sum(-1) / size).mean()
 
 
 def _feature_loss(student: Iterable[torch.Tensor], teacher: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Mean over blocks of ‖s − t‖² / ‖t‖², token by token, so that a few huge tokens do not own it."""
-    losses = []
-    for s, t in zip(student, teacher, strict=True):
-        size = t.float().square().sum(-1)
-        losses.append(((s.float() - t.float()).square().sum(-1) / size.clamp_min(1e-6)).mean())
+    """Mean distance over blocks."""
+    losses = [fused(distance, s.device)(s, t) for s, t in zip(student, teacher, strict=True)]
     return torch.stack(losses).mean()
 
 
@@ -253,6 +338,36 @@ def set_rates(optimiser: torch.optim.Optimizer, share: float) -> None:
             group["lr"].fill_(group["share"] * share)
         else:
             group["lr"] = group["share"] * share
+
+
+class _Table:
+    """An embedding's or output layer's weight [v, d] that learns: in float32, beside the one that computes."""
+
+    def __init__(self, weight: nn.Parameter, exact: torch.Tensor) -> None:
+        self.weight = weight.requires_grad_(True)
+        self.exact = nn.Parameter(exact)
+        self.size = float(exact.square().mean().sqrt())
+
+    def take_gradient(self) -> None:
+        if self.weight.grad is not None:
+            self.exact.grad = self.weight.grad.float()
+            self.weight.grad = None
+
+    @torch.no_grad()
+    def give(self) -> None:
+        self.weight.copy_(self.exact)
+
+
+def _tables(model: nn.Module, dense: DenseModel, device: torch.device) -> dict[str, _Table]:
+    """By the name of their tensor; tied ones are one."""
+    found: dict[str, _Table] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and any(
+            parameter is module.weight
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+        ):
+            found[name] = _Table(parameter, dense.reader.tensor(name).to(device).float())
+    return found
 
 
 class Recovery:
@@ -283,6 +398,7 @@ class Recovery:
             self.layers[name] = layer
         # Gains in float32: bfloat16 would swallow steps this small.
         self.gains: dict[str, nn.Parameter] = {}
+        self.tables: dict[str, _Table] = {}
         for name, parameter in list(self.student.named_parameters()):
             if parameter.dim() == 1 and name.endswith("norm.weight"):
                 owner = self.student.get_submodule(name.rpartition(".")[0])
@@ -291,14 +407,23 @@ class Recovery:
         for module in self.student.modules():
             if isinstance(module, nn.Linear):  # left as it is by the recipe; the float32 gains widen what it is given
                 module.register_forward_pre_hook(_narrow)
+        if settings.table:
+            self.tables = _tables(self.student, dense, device)
+        self.student_head: torch.Tensor = self.student.get_output_embeddings().weight  # type: ignore[operator]
+        paths = dense.block_paths(self.student)
+        if device.type == "cuda":
+            for model in (self.teacher, self.student):
+                fuse_blocks(model, paths, device)
+        self.watched = [_Watched(model, paths) for model in (self.teacher, self.student)]
         codes = [layer.codes for layer in self.layers.values()]
         scales = [layer.log_scales for layer in self.layers.values()]
         gpu = device.type == "cuda"
-        groups = (
+        groups = [
             (codes, settings.rate),
             (scales, settings.gain_rate),
             (list(self.gains.values()), settings.gain_rate),
-        )
+            *(([table.exact], settings.table * table.size) for table in self.tables.values()),
+        ]
         self.optimiser = torch.optim.AdamW(
             [
                 {"params": params, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0}
@@ -309,8 +434,9 @@ class Recovery:
             fused=True,
             capturable=gpu,
         )
-        # One for all layers and groups: what a recorded step reads anew each time.
+        # What a recorded step reads anew each time; the share is one for all layers and groups.
         self.share = torch.zeros((), device=device)
+        self.features = torch.zeros((), device=device)
         for layer in self.layers.values():
             layer.share = self.share
         self.tokens = torch.empty(0)
@@ -382,6 +508,7 @@ class Recovery:
             if layer.free and not free:
                 layer.settle()
             layer.free = free
+        self.features.fill_(settings.features * (1 + (settings.features_end - 1) * fraction))
         set_rates(self.optimiser, rate_at(fraction, settings.warmup))
         if self.tokens.shape != tokens.shape:
             self.tokens = tokens.to(self.device)
@@ -401,14 +528,20 @@ class Recovery:
     def _learn(self) -> torch.Tensor:
         """One step on `self.tokens`: the mean divergence, still on the device."""
         with torch.no_grad():
-            goals, final_goal = _by_blocks(self.teacher.get_decoder(), self.tokens)  # type: ignore[operator]
-        blocks, final = _by_blocks(self.student.get_decoder(), self.tokens)  # type: ignore[operator]
-        loss: torch.Tensor = _Divergence.apply(final, final_goal, self.head, self.cap)  # type: ignore[no-untyped-call]
+            goals, final_goal = self.watched[0](self.tokens)
+        blocks, final = self.watched[1](self.tokens)
+        loss: torch.Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+            final, final_goal, self.student_head, self.head, self.cap
+        )
         value = loss.detach()
         if self.settings.features and blocks:
-            loss = loss + self.settings.features * _feature_loss(blocks, goals)
+            loss = loss + self.features * _feature_loss(blocks, goals)
         loss.backward()  # type: ignore[no-untyped-call]
+        for table in self.tables.values():
+            table.take_gradient()
         self.optimiser.step()
+        for table in self.tables.values():
+            table.give()
         self.optimiser.zero_grad(set_to_none=True)
         return value
 
@@ -427,13 +560,14 @@ class Recovery:
         """The recovered weights by module name, and the changed norm gains by tensor name."""
         return (
             {name: layer.packed() for name, layer in self.layers.items()},
-            {name: gain.detach().cpu() for name, gain in self.gains.items()},
+            {name: gain.detach().cpu() for name, gain in self.gains.items()}
+            | {name: table.exact.detach().cpu() for name, table in self.tables.items()},
         )
 
     def _trained(self) -> dict[str, nn.Parameter]:
         named = {f"{name}.codes": layer.codes for name, layer in self.layers.items()}
         named |= {f"{name}.log_scales": layer.log_scales for name, layer in self.layers.items()}
-        return named | dict(self.gains)
+        return named | dict(self.gains) | {name: table.exact for name, table in self.tables.items()}
 
     def _save(self, file: Path) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -454,6 +588,8 @@ class Recovery:
             self.optimiser.state[parameter] = {
                 part: tensors[f"{name}:{part}"].to(self.device) for part in ("step", "exp_avg", "exp_avg_sq")
             }
+        for table in self.tables.values():
+            table.give()
         for name, layer in self.layers.items():
             if f"{name}.mask" in tensors:
                 layer.mask = tensors[f"{name}.mask"].to(self.device)

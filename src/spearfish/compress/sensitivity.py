@@ -17,7 +17,7 @@ from torch import nn
 
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.recipe import Recipe, matches
-from spearfish.compress.reconstruct import distance
+from spearfish.compress.recover import distance
 from spearfish.compress.solve import present, solve_group
 from spearfish.compress.walk import Walker
 from spearfish.reference import dequantize

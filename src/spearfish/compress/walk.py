@@ -15,6 +15,7 @@ from spearfish.models import DenseModel, release
 
 TOKENS_AT_ONCE = 4096
 TOKENS_AT_ONCE_GPU = 16384
+LEAST_GAIN = 0.02  # of a norm's median gain
 
 
 class _Enough(Exception):
@@ -148,7 +149,7 @@ class Walker:
         with compute_context(self.device, self.fast):
             for part in batches(hidden, self.device):
                 result = block(hidden[part].to(self.device), **self.arguments[index])
-                out[part] = _first(result).float().to(out.device)
+                out[part] = first_of(result).float().to(out.device)
         return out
 
     def lag(
@@ -160,16 +161,19 @@ class Walker:
         goal: torch.Tensor,
         residual: str,
         take: Callable[[torch.Tensor, torch.Tensor], None],
+        norm: str = "",
     ) -> bool:
         """Calls take(x, lag) for each batch: what the linears `names` of the block, which share an input, read for
         `hidden`; and how far `twin`, the dense block run on `goal`, is ahead of what its weights make of x, [..., sum
         of n]. False if they never ran.
 
         residual: "" for that alone; "in" or "out" where a linear's output is added to the block's input or is the last
-        thing added to its output: then what the sum lags behind is counted.
+        thing added to its output: then what the sum lags behind is counted. norm: name of the RMS norm that the output
+        passes before it is added, if any.
         """
         block = self.net.get_submodule(self.paths[index])
         mine, dense = ([b.get_submodule(name) for name in names] for b in (block, twin))
+        after = block.get_submodule(norm) if norm else None
         whole = residual == "out"
         with compute_context(self.device, self.fast):
             for part in batches(hidden, self.device):
@@ -178,8 +182,16 @@ class Walker:
                 ahead = _watch(twin, dense, there, self.arguments[index], whole)
                 if seen is None or ahead is None:
                     return False
-                lag = ahead.given - seen.given  # the linears themselves are still dense
-                take(seen.read, lag + (there - here) if residual == "in" else lag)
+                # The linears themselves are still dense.
+                if residual == "out":
+                    lag = ahead.block - seen.block
+                elif residual == "in" and after is not None:
+                    lag = after(ahead.given) - after(seen.given) + (there - here)
+                else:
+                    lag = ahead.given - seen.given + (there - here if residual == "in" else 0.0)
+                if residual and after is not None:
+                    lag = before_norm(after, seen.given, lag)
+                take(seen.read, lag)
         return True
 
     def inputs(self, index: int, linear: nn.Module, hidden: torch.Tensor, take: Callable[[torch.Tensor], None]) -> bool:
@@ -205,18 +217,30 @@ class Walker:
         return ran
 
 
-def _first(result: Any) -> torch.Tensor:
+def first_of(result: Any) -> torch.Tensor:
     """A block's output, which some families wrap in a tuple."""
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
+def before_norm(norm: nn.Module, given: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
+    """What must be added to `given` [..., n] for its RMS norm to move by `lag`, to first order. A channel whose gain is
+    nearly zero cannot move."""
+    gain = norm(torch.ones_like(given[..., :1, :])).float()  # what an RMS norm makes of ones
+    length = given.square().mean(dim=-1, keepdim=True).sqrt()
+    floor = LEAST_GAIN * gain.abs().median()
+    moved: torch.Tensor = torch.where(gain.abs() > floor, lag * length / gain, 0.0)
+    return moved
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """What linears that share an input read, and gave side by side (or the whole block's output), in float32."""
+    """What linears that share an input read, what they gave side by side, and what the whole block gave where that was
+    wanted, in float32."""
 
     read: torch.Tensor
     given: torch.Tensor
+    block: torch.Tensor
 
 
 def _watch(
@@ -243,5 +267,5 @@ def _watch(
             handle.remove()
     if len(outputs) < len(linears):
         return None
-    parts = [_first(result)] if whole else [outputs[id(linear)] for linear in linears]
-    return _Seen(inputs[0], torch.cat(parts, dim=-1).float())
+    given = torch.cat([outputs[id(linear)] for linear in linears], dim=-1).float()
+    return _Seen(inputs[0], given, first_of(result).float() if whole else given)

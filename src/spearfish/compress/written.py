@@ -1,21 +1,23 @@
 """Text that the dense model writes itself, in large batches: calibration and distillation need no data set then.
 
-Half of the texts continue a random word or two, half answer a question about them where the model has a chat template.
-Temperatures are spread: low ones give plain prose, one gives all that the model holds possible. Where the model ends
-a text, the next one is begun at once.
+Texts begin in four ways: like an article about a random word or two, with a single random word that leads anywhere,
+like a passage of real prose, and as the answer to a question where the model has a chat template. They are sampled at
+a temperature near one: well below it a model writes plain, sure sentences, and what learns from those alone does not
+know what to make of real prose. Where the model ends a text, the next one is begun at once.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spearfish import text
 from spearfish.errors import SpearfishError
 
 NAME = "self"  # the source's name in recipes
@@ -38,7 +40,11 @@ QUESTIONS = (
     "Explain {} in two paragraphs.",
     "Write the introduction of an article on the {} of {}.",
 )
-TEMPERATURES = (0.6, 1.0)
+KINDS = ("opener",) * 5 + ("word",) * 3 + ("prose", "question")  # in turn
+PROSE = "addresses"  # what ships with the package; passages begin at a random sentence
+PROSE_TOKENS = 24
+# A small model at one is less sure of its own text than of real prose, and 0.9 gives text of about the same perplexity.
+TEMPERATURES = (0.85, 1.0)
 AT_ONCE = 4096  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
 AT_ONCE_CPU = 64
 BEGINNINGS = 8192
@@ -95,25 +101,36 @@ def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
 
 def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
     """int64 [BEGINNINGS, longest] tokens that a text may begin with, filled up with -1; the words are those of the
-    vocabulary with a capital letter and three letters or more that are one token."""
+    vocabulary with three letters or more that are one token, for openers and questions those with a capital."""
     decoded = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
-    found = {word for word in map(str.strip, decoded) if len(word) >= 3 and word.isalpha()}
-    words = sorted(word for word in found if word[0].isupper() and word[1:].islower())
-    if not words:
+    words = sorted({word for word in map(str.strip, decoded) if len(word) >= 3 and word.isalpha()})
+    names = [word for word in words if word[0].isupper() and word[1:].islower()]
+    if not names:
         raise SpearfishError("the tokenizer has no words to begin text with; give --calibration a file instead")
+    sentences = [part for document in text.read_text(PROSE) for part in document.split(". ") if part]
     chooser = torch.Generator().manual_seed(seed)
+
+    def one_of(choices: Sequence[str]) -> str:
+        return choices[int(torch.randint(len(choices), (1,), generator=chooser))]
+
     texts = []
     for index in range(BEGINNINGS):
-        asks = index % 2 == 1 and tokenizer.chat_template is not None
-        patterns = QUESTIONS if asks else OPENERS
-        pattern = patterns[int(torch.randint(len(patterns), (1,), generator=chooser))]
-        chosen = torch.randint(len(words), (pattern.count("{}"),), generator=chooser).tolist()
-        said = pattern.format(*(words[index] for index in chosen))
-        if asks:
-            chat = [{"role": "user", "content": said}]
-            said = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        kind = KINDS[index % len(KINDS)]
+        if kind == "word":
+            said = one_of(words)
+        elif kind == "prose":
+            said = one_of(sentences)
+        else:
+            asks = kind == "question" and tokenizer.chat_template is not None
+            pattern = one_of(QUESTIONS if asks else OPENERS)
+            said = pattern.format(*(one_of(names) for _ in range(pattern.count("{}"))))
+            if asks:
+                chat = [{"role": "user", "content": said}]
+                said = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         texts.append(said)
-    encoded = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    encoded = [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    for index in range(KINDS.index("prose"), BEGINNINGS, len(KINDS)):
+        encoded[index] = encoded[index][:PROSE_TOKENS]
     return nn.utils.rnn.pad_sequence(encoded, batch_first=True, padding_value=-1)
 
 
