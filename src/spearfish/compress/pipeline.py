@@ -51,6 +51,7 @@ NORMED: dict[str, dict[str, str]] = {
 }
 
 RECOVERY = "recovery.safetensors"
+CALIBRATION_TEXT = "calibration-text.safetensors"
 
 # Called as progress(stage, done, total, note).
 Progress = Callable[[str, int, int, str], None]
@@ -253,18 +254,22 @@ def _recover(
     if walker.device.type == "cuda":
         free = int(0.9 * torch.cuda.mem_get_info(walker.device)[0])
         settings = replace(settings, tokens=tokens_that_fit(settings.tokens, settings.length, free, dense.config))
-    source = recipe.recover_text
-    if source == "auto":
-        source = written.NAME if walker.device.type == "cuda" else "articles"
+    source = _text_of_recovery(recipe, walker.device)
     begin = time.perf_counter()
     if source == written.NAME:
+        cut = _kept_text(work.path / CALIBRATION_TEXT)
+        if cut is None or recipe.calibration != written.NAME or cut.shape[1] != settings.length:
+            cut = torch.empty(0, settings.length, dtype=torch.int64)
         wanted = MOST_WRITTEN // settings.length
         if settings.steps:
             wanted = min(wanted, settings.steps * max(1, settings.tokens // settings.length))
-        cut = _written(
-            recovery.teacher, dense.tokenizer(), wanted, settings.length, recipe.seed + 1, work.path / "recovery-text",
-            WRITING_SHARE * settings.budget if not settings.steps else None, progress,
-        )  # fmt: skip
+        if wanted > len(cut):
+            limit = WRITING_SHARE * settings.budget if not settings.steps else None
+            more = _written(
+                recovery.teacher, dense.tokenizer(), wanted - len(cut), settings.length, recipe.seed + 1,
+                work.path / "recovery-text.safetensors", limit, progress,
+            )  # fmt: skip
+            cut = torch.cat((cut, more))
     else:
         cut = text.cut_windows(dense.tokenizer(), text.read_text(source), settings.length)
     if not len(cut):
@@ -301,11 +306,26 @@ def _calibration(
         )
     text.refuse_long(recipe.seq_len, limit)
     model = dense.whole(device, torch.bfloat16 if fast else torch.float32)
+    count = recipe.num_samples
+    if device.type == "cuda" and recipe.recover and _text_of_recovery(recipe, device) == written.NAME:
+        count = max(count, written.AT_ONCE)  # takes hardly longer, and recovery learns on the rest
     tokens = _written(
-        model, dense.tokenizer(), recipe.num_samples, recipe.seq_len, recipe.seed, place / "calibration-text", None,
-        progress,
+        model, dense.tokenizer(), count, recipe.seq_len, recipe.seed, place / CALIBRATION_TEXT, None, progress,
+        recipe.num_samples,
     )  # fmt: skip
-    return text.Windows(tokens, written.NAME)
+    return text.Windows(tokens[: recipe.num_samples], written.NAME)
+
+
+def _text_of_recovery(recipe: Recipe, device: torch.device) -> str:
+    """The source, "auto" resolved."""
+    if recipe.recover_text != "auto":
+        return recipe.recover_text
+    return written.NAME if device.type == "cuda" else "articles"
+
+
+def _kept_text(file: Path) -> torch.Tensor | None:
+    """int64 [count, length] of an earlier `_written`, or None."""
+    return load_with_facts(file)[0]["tokens"].long() if file.exists() else None
 
 
 def _written(
@@ -317,13 +337,15 @@ def _written(
     file: Path,
     seconds: float | None,
     progress: Progress,
+    least: int = 1 << 62,
 ) -> torch.Tensor:
-    """What the model writes, kept in the work folder: a run that goes on needs the same text, to the token."""
+    """What the model writes, kept in the work folder: a run that goes on needs the same text, to the token. `least`:
+    so many windows are enough if they are there."""
     facts = {"count": count, "length": length, "seed": seed}
-    file = file.with_suffix(".safetensors")
     if file.exists():
         tensors, stored = load_with_facts(file)
-        if stored == facts and "tokens" in tensors:
+        same = {name: stored.get(name) for name in ("length", "seed")} == {"length": length, "seed": seed}
+        if "tokens" in tensors and same and (stored == facts or len(tensors["tokens"]) >= least):
             return tensors["tokens"].long()
     tokens = written.write(model, tokenizer, count, length, seed, seconds, progress)
     file.parent.mkdir(parents=True, exist_ok=True)
