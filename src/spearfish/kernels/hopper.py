@@ -92,12 +92,16 @@ class HopperConfig:
 _SHAPES = (
     HopperShape(8, 1, 1, 4, 2),
     HopperShape(8, 1, 2, 2, 2),
+    HopperShape(8, 1, 1, 2, 2),
     HopperShape(16, 1, 2, 2, 2),
+    HopperShape(16, 1, 1, 2, 2),
+    HopperShape(16, 1, 1, 4),
     HopperShape(32, 2, 1, 2),
+    HopperShape(32, 1, 1, 2),
     HopperShape(32, 1, 1, 4),
     HopperShape(32, 4, 1, 1),
     HopperShape(64, 2, 1, 2),
-    HopperShape(64, 1, 1, 4),
+    HopperShape(64, 1, 1, 2),
     HopperShape(64, 4, 1, 1),
     HopperShape(128, 2, 1, 1),
     HopperShape(128, 1, 1, 2),
@@ -141,18 +145,22 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
     shape = config.shape
     stage = shape.stage_bytes(weight_tile_bytes)
     sums = shape.groups * config.split > 1
+    # As in sum_and_store: groups share out the tokens first, if they can.
+    shares = not shape.is_decode and shape.groups > 1 and shape.tokens // 8 % shape.groups == 0
+    parts = 1 if shares else shape.groups
     piece = shape.tokens * (shape.block_n // config.split + 4) * 4
-    mine = shape.groups * config.split * piece if sums else 0
-    received = (config.split - 1) * shape.groups * piece
+    mine = parts * config.split * piece if sums else 0
+    gifts = (shape.groups - 1) * shape.tokens * shape.block_n * 4 if shares else 0
+    received = (config.split - 1) * parts * piece
     out = 0 if shape.is_decode or sums else 128 + shape.n_tiles * _STAGED_TOKENS * (TILE_N * shape.m_tiles + 8) * 2
     steps = -(-(k_tiles // config.split) // shape.stage_tiles) + 1
 
     def layout(stages: int) -> Plan:
         ring = stages * stage
-        apart = max(ring, mine)
+        apart = max(ring, mine + gifts)
         if not received or _BARRIERS + apart + received <= room:
             return Plan(stages, _BARRIERS + apart + received + out, apart, False)
-        return Plan(stages, _BARRIERS + max(ring, mine + received), mine, True)
+        return Plan(stages, _BARRIERS + max(ring, mine + max(gifts, received)), mine, True)
 
     # hopper.cu: a stage is always the same group's, so that a parity bit is enough to tell its turns apart.
     least, multiple = shape.least_stages, 1 if shape.is_decode else shape.groups
@@ -257,6 +265,7 @@ class HopperFamily:
             max(found.bytes, alone),
             _PARAMS_BYTES,
             (cluster, 1, 1) if cluster > 1 else None,
+            balanced=cluster > 2,  # or clusters of four find room on nine tenths of the multiprocessors alone
             dependent=True,
         )
         _INTS.pack_into(

@@ -371,11 +371,13 @@ class Function:
         dynamic_shared: int,
         params_bytes: int,
         cluster: tuple[int, int, int] | None = None,
+        balanced: bool = False,
         dependent: bool = False,
     ) -> Launcher:
         """A launch with everything bound but the parameter bytes. `grid` counts blocks (also with `cluster`);
-        `dependent`: programmatic dependent launch, the kernel may start while its predecessor still runs."""
-        return Launcher(self, grid, block, dynamic_shared, params_bytes, cluster, dependent)
+        `balanced`: blocks of a cluster may share a multiprocessor where that lets more of them run; `dependent`:
+        programmatic dependent launch, the kernel may start while its predecessor still runs."""
+        return Launcher(self, grid, block, dynamic_shared, params_bytes, cluster, balanced, dependent)
 
 
 class Launcher:
@@ -393,6 +395,7 @@ class Launcher:
         dynamic_shared: int,
         params_bytes: int,
         cluster: tuple[int, int, int] | None,
+        balanced: bool,
         dependent: bool,
     ) -> None:
         driver = _driver()
@@ -407,6 +410,12 @@ class Launcher:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+            attributes.append(attribute)
+        if balanced:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
+            policy = driver.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING
+            attribute.value.clusterSchedulingPolicyPreference = policy
             attributes.append(attribute)
         if dependent:
             attribute = driver.CUlaunchAttribute()

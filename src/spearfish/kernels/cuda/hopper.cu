@@ -192,6 +192,10 @@ struct Block {
     }
     // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
     __device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) const {
+        if (p.token_blocks == 1) {  // spare the divisions
+            n_block = output, token0 = 0;
+            return;
+        }
         const int per_band = p.band * p.n_blocks;
         const int band = output / per_band, rest = output - band * per_band;
         const int width = min(p.band, p.token_blocks - band * p.band);
@@ -303,49 +307,63 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     const Block b(p, shared);
 
     const Cluster cluster = {p.split, p.overlaid};
-    if (warp == kConsumerWarps) {
-        if (lane < p.stages) {
-            barrier_init(b.sh_full + 8 * lane, 1);
-            barrier_init(b.sh_empty + 8 * lane, 4 * N_TILES);  // of one group
-        }
-        if (lane == 0) barrier_init(b.sh_reduced, 1), prefetch_map(&p.x_map);
+    // Each of the four producers fills every fourth stage: what it takes to ask for one then does not hold up the next.
+    // A stage is always the same warp's (and the same group's): only who has seen every turn of a barrier can tell the
+    // turns by one bit. Lane i copies the block's weight tile i, lane 0 also fetches x.
+    const int producer = warp - kConsumerWarps;
+    const bool begins = producer >= 0 && producer < min(p.stages, b.k_count);
+    int n_block = 0, token0 = 0;
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    auto send_weights = [&](int i, int stage) {
+        const i64 row = min(n_block * kBlockTiles + lane, p.n_tiles - 1);
+        const u32 full = b.sh_full + 8 * stage;
+        if (lane == 0) barrier_expect(full, kBlockTiles * p.tile_bytes + kXStageBytes);
+        __syncwarp();
+        if (lane < kBlockTiles)
+            copy_weights(b.sh_w + stage * b.weight_stage + lane * p.tile_bytes,
+                         p.stream + (row * p.k_tiles + b.k_begin + i) * p.tile_bytes, p.tile_bytes, full, policy);
+    };
+    auto send_x = [&](int i, int stage) {
+        copy_x(b.sh_x + stage * kXStageBytes, &p.x_map, token0, (b.k_begin + i) * (TILE_K / 64), b.sh_full + 8 * stage);
+    };
+    if (producer >= 0) {
+        if (lane == 0 && producer < p.stages) barrier_init(b.sh_full + 8 * producer, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        // Weights do not depend on the kernel before this one: the first are asked for at once.
+        b.place(p, b.first, n_block, token0);
+        if (begins) send_weights(producer, producer);
+        if (producer == 3 && lane == 0) prefetch_map(&p.x_map);
+    } else {
+        init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES);  // 4 * N_TILES: the warps of one group
     }
     __syncthreads();
     cluster.arrive_at_start();
     asm volatile("griddepcontrol.launch_dependents;");
 
-    if (warp >= kConsumerWarps) {
+    if (producer >= 0) {
         // ------------------------------------------------------------------------------------------------- producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        // Each of the four warps fills every fourth stage: what it takes to ask for one then does not hold up the next.
-        // A stage is always the same warp's (and the same group's): only who has seen every turn of a barrier can tell
-        // the turns by one bit. Lane i copies the block's weight tile i, lane 0 also fetches x.
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        const int first_stage = warp - kConsumerWarps;
-        int output = first_stage < p.stages ? b.first : b.outputs, stage = first_stage;
-        int placed = -1, n_block = 0, token0 = 0;
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        // The first of x in the order in which it is wanted: all of the ring at once takes a while to arrive.
+        const int begun = min(4, min(p.stages, b.k_count));
+        if (producer == 0 && lane == 0)
+            for (int i = 0; i < begun; ++i) send_x(i, i);
+        int output = producer < p.stages ? b.first : b.outputs, placed = b.first, stage = producer;
         u32 phase = 1;
-        for (int i = first_stage;;) {
+        bool sent = begins;
+        for (int i = producer;;) {
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
             if (output >= b.outputs) break;
-            const bool begins = placed < 0;
             if (output != placed) b.place(p, placed = output, n_block, token0);
-            const i64 row = min(n_block * kBlockTiles + lane, p.n_tiles - 1);
-            const u32 full = b.sh_full + 8 * stage;
-            barrier_wait(b.sh_empty + 8 * stage, phase);
-            if (lane == 0) barrier_expect(full, kBlockTiles * p.tile_bytes + kXStageBytes);
-            __syncwarp();
-            if (lane < kBlockTiles)
-                copy_weights(b.sh_w + stage * b.weight_stage + lane * p.tile_bytes,
-                             p.stream + (row * p.k_tiles + b.k_begin + i) * p.tile_bytes, p.tile_bytes, full, policy);
-            // Weights do not depend on the kernel before this one: the first are asked for before it has ended.
-            if (begins) asm volatile("griddepcontrol.wait;" ::: "memory");
-            if (lane == 0)
-                copy_x(b.sh_x + stage * kXStageBytes, &p.x_map, token0, (b.k_begin + i) * (TILE_K / 64), full);
+            if (!sent) {
+                barrier_wait(b.sh_empty + 8 * stage, phase);
+                send_weights(i, stage);
+                if (lane == 0) send_x(i, stage);
+            }
+            sent = false;
             i += 4, stage += 4;
-            if (stage >= p.stages) i += p.stages - stage + first_stage, stage = first_stage, phase ^= 1;
+            if (stage >= p.stages) i += p.stages - stage + producer, stage = producer, phase ^= 1;
         }
         __syncwarp();
         cluster.before_sums();

@@ -8,6 +8,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int kMaxStages = 32;
+constexpr int kMaxChunks = 8;  // of the sums
 
 struct Params {
     TensorMap x_map;            // x as [k / 64, m, 64]; boxes of a stage's k by TOKENS rows, 128-byte swizzle
@@ -91,6 +92,20 @@ __device__ __forceinline__ void copy_to_neighbour(u32 remote, u32 local, u32 byt
 __device__ __forceinline__ int warp_number() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 }
+// The barriers of a block, the work of all warps: one after another they would take as long as the first bytes from
+// memory. Full and empty for each stage, full without the first `begun`; and one for each chunk of the sums.
+__device__ __forceinline__ void init_barriers(u32 full, int begun, const Params& p, int warp, int warps, u32 readers) {
+    if (threadIdx.x % 32 == 0) {
+        for (int stage = warp; stage < p.stages; stage += warps) {
+            if (stage >= begun) barrier_init(full + 8 * stage, 1);
+            barrier_init(full + 8 * (kMaxStages + stage), readers);
+        }
+        if (p.split > 1)
+            for (int chunk = warp; chunk < kMaxChunks; chunk += warps)
+                barrier_init(full + 8 * (2 * kMaxStages + chunk), 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 template <int kThreads>
 __device__ __forceinline__ void consumer_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
@@ -128,6 +143,12 @@ struct Magic {
     u32 magic, sixteenth;
     __device__ __forceinline__ explicit Magic(int zero) : magic(kMagic | zero), sixteenth(0x2c002c00u | zero) {}
 };
+
+__device__ __forceinline__ void store16(u32 to_shared, const float* four) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to_shared), "f"(four[0]), "f"(four[1]), "f"(four[2]),
+                 "f"(four[3])
+                 : "memory");
+}
 
 // Codes of one step -> the A fragment, exact: a[0], a[2] belong to row gq, a[1], a[3] to row gq + 8. Zero points are
 // the scheme's own, 8 or 128.
@@ -194,87 +215,158 @@ struct Cluster {
 // ------------------------------------------------------------------------------------------------------ partial sums
 //
 // The accumulators of an output tile [kBlockN rows of W, kTokens] lie in `kGroups` warpgroups of each of `split`
-// blocks. Every block owns a slice of the rows. All write their part to their own shared memory as
-// [group][owner][token][slice], so that what an owner gets is one contiguous piece, send it there with a bulk copy, and
-// each owner adds up its pieces in the order of rank and group: the same bits on every run. Called by all consumer
-// threads after the ring is done; passes the cluster barriers `before_sums` and `arrive_at_end`.
+// blocks. Where the tokens can be shared out, the groups of a block first add up among themselves: each hands the
+// others their share of the tokens, in the order of the registers. Then every block owns a slice of the rows. All write
+// their part to their own shared memory as [part][owner][token][slice], so that what an owner gets is contiguous, send
+// it there with bulk copies, and each owner adds up its pieces in the order of rank and part: the same bits on every
+// run. Tokens go in chunks, so that the first are added while the next are on their way. Called by all consumer threads
+// after the ring is done; passes the cluster barriers `before_sums` and `arrive_at_end`.
 template <int kTokens, int kMTiles, int kGroups, int kBlockN, int kThreads>
 __device__ __forceinline__ void sum_and_store(const Params& p, const Cluster& cluster,
-                                              const float (&acc)[kMTiles][kTokens / 2], u32 sh_mine, u32 bar,
-                                              int k_rank, int group, int first_row, int column0, int token0) {
-    const int lane = threadIdx.x % 32, gq = lane / 4, t = lane % 4;
-    const int shift = 31 - __clz(kBlockN / p.split), slice = 1 << shift;
+                                              float (&acc)[kMTiles][kTokens / 2], u32 sh_mine, u32 bar, int k_rank,
+                                              int group, int first_row, int column0, int token0) {
+    constexpr int kPairs = kTokens / 8;                          // of token octets: 4 numbers of a lane and m tile
+    constexpr bool kShares = kTokens > 16 && kGroups > 1 && kPairs % kGroups == 0;
+    constexpr int kShare = kShares ? kPairs / kGroups : kPairs;  // octets that a group keeps
+    constexpr int kParts = kShares ? 1 : kGroups;                // that every owner adds up of a block
+    int split = p.split, thread = threadIdx.x;
+    asm volatile("" : "+r"(split), "+r"(thread));  // or what is made of them is kept in registers through the main loop
+    const int lane = thread % 32, gq = lane / 4, t = lane % 4;
+    const int shift = 31 - __clz(kBlockN / split), slice = 1 << shift;
     const int stride = slice + 4;  // floats of a token; the pad spreads the banks
     const u32 piece = kTokens * stride * 4;
     const int tokens = min(kTokens, p.m - token0);
-    const u32 used = (tokens + 7) / 8 * 8 * stride * 4;
     const u32 sh_received = sh_mine + p.received;
-    if (p.split > 1 && threadIdx.x == 0) barrier_expect(bar, (p.split - 1) * kGroups * used);
+    // Four columns a thread, of every `step`-th token; a chunk is what all threads do at a time.
+    constexpr int kBatch = kTokens >= 128 ? 2 : 1;
+    const int c = (thread & (slice / 4 - 1)) * 4, column = column0 + k_rank * slice + c;
+    const int log_step = __ffs(kThreads) - 1 - (shift - 2);
+    const int first = thread >> (shift - 2), chunk_tokens = kBatch << log_step;
+    const int chunks = (tokens + chunk_tokens - 1) >> (log_step + (kBatch > 1));
+    auto chunk_bytes = [&](int chunk) {
+        return (min(chunk_tokens, (tokens + 7) / 8 * 8 - chunk * chunk_tokens)) * stride * 4;
+    };
+    if (split > 1 && thread < chunks)
+        barrier_expect(bar + 8 * thread, (split - 1) * kParts * chunk_bytes(thread));
     consumer_sync<kThreads>();  // everybody is done with the ring
+    // What this thread has a part in: all of its accumulators, or its group's share of the tokens.
+    float own[kMTiles][4 * kShare];
+    const int part = kShares ? 0 : group, first_token = kShares ? 8 * kShare * group : 0;
+    if constexpr (kShares) {
+        const u32 sh_gifts = sh_mine + split * piece + (thread % 128) * 16;
+        auto gift = [&](int to, int from, int i) {  // 16 bytes of a thread for each octet of tokens
+            const int tile = first_row / 64 + i, pair = to * (kGroups - 1) + from - (from > to);
+            return sh_gifts + (pair * (kBlockN / 64) + tile) * (kShare * 2048);
+        };
+#pragma unroll
+        for (int to = 0; to < kGroups; ++to)
+#pragma unroll
+            for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+                for (int j = 0; j < kShare; ++j) {
+                    const float* d = &acc[i][4 * (to * kShare + j)];
+                    if (to != group)
+                        store16(gift(to, group, i) + j * 2048, d);
+                    else
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) own[i][4 * j + e] = d[e];
+                }
+        consumer_sync<kThreads>();
+#pragma unroll
+        for (int other = 1; other < kGroups; ++other)
+#pragma unroll
+            for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+                for (int j = 0; j < kShare; ++j) {
+                    const uint4 v = load16(gift(group, (group + other) % kGroups, i) + j * 2048);
+                    own[i][4 * j] += __uint_as_float(v.x), own[i][4 * j + 1] += __uint_as_float(v.y),
+                        own[i][4 * j + 2] += __uint_as_float(v.z), own[i][4 * j + 3] += __uint_as_float(v.w);
+                }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+            for (int j = 0; j < 4 * kShare; ++j) own[i][j] = acc[i][j];
+    }
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + i * 64 + gq + 8 * h;
-            u32 to = sh_mine + (group * p.split + (row >> shift)) * piece + 4 * (2 * t * stride + (row & (slice - 1)));
+            u32 to = sh_mine + (part * split + (row >> shift)) * piece +
+                     4 * ((first_token + 2 * t) * stride + (row & (slice - 1)));
 #pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(acc[i][4 * j + 2 * h]) : "memory");
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * stride), "f"(acc[i][4 * j + 2 * h + 1])
+            for (int j = 0; j < kShare; ++j) {
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(own[i][4 * j + 2 * h]) : "memory");
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * stride), "f"(own[i][4 * j + 2 * h + 1])
                              : "memory");
                 asm volatile("add.u32 %0, %0, %1;"
                              : "+r"(to)
                              : "r"(32 * stride));  // opaque: all addresses at once would not fit the registers
             }
         }
-    if (p.split > 1) {
+    if (split > 1) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         cluster.before_sums();
         consumer_sync<kThreads>();
-        const int owner = threadIdx.x / kGroups, g = threadIdx.x % kGroups;
-        if (owner < p.split && owner != k_rank) {
+        const int log_copies = 31 - __clz(split * kParts), chunk = thread >> log_copies;
+        const int owner = thread / kParts & (split - 1), from = thread % kParts;
+        if (chunk < chunks && owner != k_rank) {
             const int slot = k_rank - (k_rank > owner);  // an owner does not send to itself
-            copy_to_neighbour(remote_address(sh_received + (slot * kGroups + g) * piece, owner),
-                              sh_mine + (g * p.split + owner) * piece, used, remote_address(bar, owner));
+            const u32 at = chunk * chunk_tokens * stride * 4;
+            copy_to_neighbour(remote_address(sh_received + (slot * kParts + from) * piece + at, owner),
+                              sh_mine + (from * split + owner) * piece + at, chunk_bytes(chunk),
+                              remote_address(bar + 8 * chunk, owner));
         }
-        barrier_wait(bar, 0);
         __syncwarp();
-        cluster.arrive_at_end();
     } else {
         consumer_sync<kThreads>();
     }
-    // Four columns a thread.
     const bool wide = p.n % 4 == 0;
-    for (int at = threadIdx.x; at < tokens << (shift - 2); at += kThreads) {
-        const int token = at >> (shift - 2), c = (at & (slice / 4 - 1)) * 4, column = column0 + k_rank * slice + c;
-        if (column >= p.n) continue;
-        const u32 place = 4 * (token * stride + c);
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
-        for (int rank = 0; rank < p.split; ++rank) {
+    float scale[4], bias[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        const int at = min(column + e, p.n - 1);
+        scale[e] = p.column_scale ? p.column_scale[at] : 1.f;
+        bias[e] = p.bias ? widen(p.bias[at]) : 0.f;
+    }
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        if (split > 1) barrier_wait(bar + 8 * chunk, 0);
+        const int token = chunk * chunk_tokens + first;
+        if (token >= tokens || column >= p.n) continue;
+        float sum[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+        for (int rank = 0; rank < split; ++rank) {
             const u32 from =
-                rank == k_rank ? sh_mine + rank * piece : sh_received + (rank - (rank > k_rank)) * kGroups * piece;
-            const u32 next = rank == k_rank ? p.split * piece : piece;
+                rank == k_rank ? sh_mine + rank * piece : sh_received + (rank - (rank > k_rank)) * kParts * piece;
+            const u32 next = rank == k_rank ? split * piece : piece;
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                const uint4 v = load16(from + g * next + place);
-                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y), sum[2] += __uint_as_float(v.z),
-                    sum[3] += __uint_as_float(v.w);
+            for (int g = 0; g < kParts; ++g)
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    // Beyond the last token this reads what nobody uses.
+                    const int there = min(token + (i << log_step), kTokens - 1);
+                    const uint4 v = load16(from + g * next + 4 * (there * stride + c));
+                    sum[i][0] += __uint_as_float(v.x), sum[i][1] += __uint_as_float(v.y),
+                        sum[i][2] += __uint_as_float(v.z), sum[i][3] += __uint_as_float(v.w);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int at = token + (i << log_step);
+            if (at >= tokens) break;
+            u16* to = p.y + static_cast<i64>(token0 + at) * p.n + column;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][e] = fmaf(sum[i][e], scale[e], bias[e]);
+            if (wide) {
+                *(uint2*)to = make_uint2(round_pair(sum[i][0], sum[i][1]), round_pair(sum[i][2], sum[i][3]));
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (column + e < p.n) to[e] = (u16)round_pair(sum[i][e], 0.f);
             }
-        }
-        u16* to = p.y + (long long)(token0 + token) * p.n + column;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (column + e >= p.n) break;
-            if (p.column_scale) sum[e] *= p.column_scale[column + e];
-            if (p.bias) sum[e] += widen(p.bias[column + e]);
-        }
-        if (wide) {
-            *(uint2*)to = make_uint2(round_pair(sum[0], sum[1]), round_pair(sum[2], sum[3]));
-        } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (column + e < p.n) to[e] = (u16)round_pair(sum[e], 0.f);
         }
     }
 }

@@ -141,13 +141,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     const int k_begin = p.k_tiles * k_rank >> log_split, k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
     const int stage_count = (k_count + kGroups - 1) / kGroups;
 
+    const int ahead = min(min(p.stages, stage_count), p.ahead);
+
     if (warp == kConsumerWarps) {
         // ------------------------------------------------------------------------------------------------- producer
-        if (lane < p.stages) {
-            barrier_init(sh_full + 8 * lane, 1);
-            barrier_init(sh_empty + 8 * lane, kConsumerWarps);
-        }
-        if (lane == 0) barrier_init(sh_reduced, 1);
+        // The consumers set up the rest.
+        for (int stage = 0; stage < ahead; ++stage)
+            if (lane == 0) barrier_init(sh_full + 8 * stage, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
         if (lane == 0) prefetch_map(&p.x_map);
@@ -169,7 +169,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
             source += group_bytes;
         };
         // Weights do not depend on the kernel before this one: fill the ring with them, then wait for x.
-        const int ahead = min(min(p.stages, stage_count), p.ahead);
         for (int i = 0; i < ahead; ++i) send_weights(i, i);
         sync_all();
         cluster.arrive_at_start();
@@ -217,16 +216,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
+    init_barriers(sh_full, ahead, p, warp, kConsumerWarps, kConsumerWarps);
     sync_all();
     cluster.arrive_at_start();
     asm volatile("griddepcontrol.launch_dependents;");
 
-    const int my_count = (k_count - group + kGroups - 1) / kGroups;  // the last stage may have no tile for this group
     int stage = 0;
     u32 phase = 0;
     for (int i = 0; i < stage_count; ++i) {
         barrier_wait(sh_full + 8 * stage, phase);
-        if (i < my_count) {
+        if (i * kGroups + group < k_count) {  // the last stage may have no tile for this group
             if (p.granules <= 1)
                 multiply_tiles<1>(acc, p, at, magic, stage * weight_stage, stage * kXStageBytes);
             else
