@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from spearfish.compress import Recipe, compress, written
 from spearfish.errors import SpearfishError
-from spearfish.models import load_dense
+from spearfish.models import ARCHITECTURES, load_dense
 from spearfish.text import read_text
 
 
@@ -76,9 +77,33 @@ def test_a_run_calibrates_on_it_and_keeps_it(place: Path, monkeypatch: pytest.Mo
         read_text("self")
 
 
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_each_step_predicts_what_the_whole_model_does(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "REACH", 8)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    if model_type in ("gemma3_text", "mistral"):
+        sizes["sliding_window"] = 6
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    tokens = torch.randint(0, 64, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        truth = model(tokens).logits
+        desk = written._Desk(model, 3, 20)
+        for _ in range(2):  # what an earlier batch left behind is not seen
+            for position in range(20):
+                got = desk.predict(tokens[:, position], position)
+                torch.testing.assert_close(got, truth[:, position], rtol=1e-4, atol=1e-5)
+        assert torch.equal(model(tokens).logits, truth)  # and the model attends as before
+
+
 def test_as_many_windows_as_memory_holds() -> None:
     config = tiny.llama().config  # 2 blocks, 2 heads of keys and values, 32 wide, 512 words
-    each = 2 * 2 * 2 * 2 * 32 * 100 + 12 * 512
+    each = 2 * 2 * 2 * 2 * 32 * 100 + 24 * 512
     assert written.windows_that_fit(4096, 100, 20 * each, config) == 10
     assert written.windows_that_fit(4096, 100, 1 << 60, config) == 4096
     assert written.windows_that_fit(4096, 100, 0, config) == 1

@@ -42,13 +42,7 @@ MOST_WRITTEN = 1 << 24  # tokens
 
 WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
 # The norms that the writers' outputs pass before they are added to the stream; no name: none.
-NORMED: dict[str, dict[str, str]] = {
-    **{family: {} for family in ("llama", "mistral", "qwen2", "qwen3")},
-    "gemma3_text": {
-        "self_attn.o_proj": "post_attention_layernorm",
-        "mlp.down_proj": "post_feedforward_layernorm",
-    },
-}
+NORMED: dict[str, dict[str, str]] = {family: {} for family in ("llama", "mistral", "qwen2", "qwen3")}
 
 RECOVERY = "recovery.safetensors"
 CALIBRATION_TEXT = "calibration-text.safetensors"

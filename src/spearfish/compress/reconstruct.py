@@ -158,16 +158,16 @@ def _train(
     for layer in layers:
         layer.share = share
     given, near, far = places = [torch.empty(per_step, *hidden.shape[1:], device=device) for _ in states]
-    forwards = [fused(block.forward, device) for block in blocks]
+    forwards, apart = [fused(block.forward, device) for block in blocks], fused(distance, device)
 
     def learn() -> torch.Tensor:
         with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=walker.fast):
             out = first_of(forwards[0](given, **walker.arguments[index]))
-            loss = distance(out, near)
+            loss: torch.Tensor = apart(out, near)
             for place, forward in enumerate(forwards[1:], index + 1):
                 out = first_of(forward(out, **walker.arguments[place]))
             if len(forwards) > 1:
-                loss = (loss + distance(out, far)) / 2
+                loss = (loss + apart(out, far)) / 2
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)

@@ -8,17 +8,17 @@ know what to make of real prose. Where the model ends a text, the next one is be
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spearfish import text
+from spearfish.compress.replay import Repeated
 from spearfish.errors import SpearfishError
+from spearfish.models import need_transformers
 
 NAME = "self"  # the source's name in recipes
 
@@ -48,6 +48,87 @@ TEMPERATURES = (0.85, 1.0)
 AT_ONCE = 4096  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
 AT_ONCE_CPU = 64
 BEGINNINGS = 8192
+REACH = 64  # keys and values that attention takes in are a multiple of these: each has its own recording
+
+
+class _Desk:
+    """One step of writing for `size` windows at once: the keys and values of all that was written, at fixed places, so
+    that a GPU can record the step. Attention goes over the first `reach` of them, of which those not yet written are
+    hidden.
+
+    transformers hands every attention to a function by name: this one keeps the keys and values itself.
+    """
+
+    IMPLEMENTATION = "spearfish-writing"
+
+    def __init__(self, model: nn.Module, size: int, length: int) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.length = length
+        self.given = torch.zeros(size, 1, dtype=torch.int64, device=self.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.index = torch.arange(length, device=self.device)
+        self.slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.steps: dict[int, Repeated] = {}  # by reach
+        self.reach = 0
+        need_transformers("writing text").AttentionInterface.register(self.IMPLEMENTATION, self.attend)
+
+    def predict(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        """Predictions [size, v] for what follows tokens [size], which stand at `position`; what was given before stands
+        in front of them. Raises SpearfishError if the model keeps its keys and values elsewhere."""
+        self.given.copy_(tokens[:, None])
+        self.place.fill_(position)
+        self.reach = min((position // REACH + 1) * REACH, self.length)
+        if self.reach not in self.steps:
+            self.steps[self.reach] = Repeated(self._step, self.device)
+        config: Any = self.model.config
+        usual = config._attn_implementation
+        config._attn_implementation = self.IMPLEMENTATION
+        try:
+            logits = self.steps[self.reach]()
+        finally:
+            config._attn_implementation = usual
+        if len(self.slots) != config.num_hidden_layers:
+            raise SpearfishError(
+                f"a {config.model_type} cannot write its own text: {len(self.slots)} of its {config.num_hidden_layers}"
+                " blocks attend in the way that this needs; give --calibration a file instead"
+            )
+        return logits
+
+    def _step(self) -> torch.Tensor:
+        out: Any = self.model(input_ids=self.given, position_ids=self.place[None], use_cache=False)
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_named: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention [size, 1, heads, width] of one new token in each window, from [size, heads, 1, width]."""
+        size, heads, _, width = query.shape
+        if module.layer_idx not in self.slots:
+            shapes = [(size, new.shape[1], self.length, new.shape[3]) for new in (key, value)]
+            self.slots[module.layer_idx] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+        keys, values = self.slots[module.layer_idx]
+        keys.index_copy_(2, self.place, key)
+        values.index_copy_(2, self.place, value)
+        index = self.index[: self.reach]
+        seen = index <= self.place
+        if sliding_window is not None:
+            seen = seen & (index > self.place - sliding_window)
+        # The heads that share keys and values stand where the tokens of a longer query would.
+        grouped = query.reshape(size, key.shape[1], -1, width)
+        out = nn.functional.scaled_dot_product_attention(
+            grouped, keys[:, :, : self.reach], values[:, :, : self.reach], seen[None, None, None], scale=scaling
+        )
+        return out.reshape(size, 1, heads, -1), None
 
 
 @torch.no_grad()
@@ -73,29 +154,28 @@ def write(
     batch = AT_ONCE_CPU
     if device.type == "cuda":
         batch = windows_that_fit(AT_ONCE, length, torch.cuda.mem_get_info(device)[0], model.config)
+    batch = min(batch, count)
     generator = torch.Generator(device).manual_seed(seed)
     begin = time.perf_counter()
+    desk = _Desk(model, batch, length)
     parts: list[torch.Tensor] = []
     done = 0
     while done < count:
-        size = min(batch, count - done)
-        # cuDNN's attention plans anew for every length, and here each step has another.
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            parts.append(_batch(model, size, length, prefix, between, beginnings, special, generator).cpu())
-        done += size
+        parts.append(_batch(desk, prefix, between, beginnings, special, generator).cpu())
+        done += batch
         took = time.perf_counter() - begin
         if progress is not None:
-            progress("writing", done, count, f"{done * length / took:.0f} tokens/s")
+            progress("writing", min(done, count), count, f"{done * length / took:.0f} tokens/s")
         if seconds is not None and took * (done + batch) / done > seconds:
             break
-    return torch.cat(parts)
+    return torch.cat(parts)[:count]
 
 
 def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
     """Windows at once, one at least, whose keys and values in 16 bit and predictions take half of `free` bytes."""
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    each = 4 * int(config.num_hidden_layers) * heads * width * length + 12 * int(config.vocab_size)
+    each = 4 * int(config.num_hidden_layers) * heads * width * length + 24 * int(config.vocab_size)
     return max(min(wanted, free // (2 * each)), 1)
 
 
@@ -135,9 +215,7 @@ def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
 
 
 def _batch(
-    model: nn.Module,
-    size: int,
-    length: int,
+    desk: _Desk,
     prefix: torch.Tensor,
     between: torch.Tensor,
     beginnings: torch.Tensor,
@@ -145,22 +223,21 @@ def _batch(
     generator: torch.Generator,
 ) -> torch.Tensor:
     """int64 [size, length]."""
-    device = special.device
+    device, (size, _), length = special.device, desk.given.shape, desk.length
     tokens = torch.empty(size, length, dtype=torch.int64, device=device)
-    tokens[:, : len(prefix)] = prefix
     temperature = torch.linspace(*TEMPERATURES, size, device=device)[:, None]
-    next_texts = torch.cat((between.expand(len(beginnings), -1), beginnings), dim=1)
     # [size, longest]: what each window must go on with, -1 where it is free.
-    forced = _some(next_texts, size, generator)[:, len(between) :]
-    forced = nn.functional.pad(forced, (0, len(between)), value=-1)
-    # Newer releases of transformers have a new name for it.
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache: Any = None
-    logits: torch.Tensor | None = None
-    for position in range(len(prefix), length):
-        if logits is None:
+    next_texts = torch.cat((between.expand(len(beginnings), -1), beginnings), dim=1)
+    next_texts = nn.functional.pad(next_texts, (0, len(prefix)), value=-1)
+    forced = torch.cat((prefix.expand(size, -1), _some(next_texts, size, generator)[:, len(between) :]), dim=1)
+    forced = nn.functional.pad(forced, (0, len(between) - len(prefix)), value=-1)
+    for position in range(length):
+        if position == 0:
             chosen = forced[:, 0]
         else:
+            logits = desk.predict(chosen, position - 1)
+            if position == 1 and not logits.isfinite().all():
+                raise SpearfishError("the model's predictions are not finite: it cannot write its own calibration text")
             chances = (logits.float() / temperature).softmax(-1)
             sampled = torch.multinomial(chances, 1, generator=generator)[:, 0]
             ended = torch.isin(sampled, special) & (forced[:, 0] < 0)
@@ -168,12 +245,6 @@ def _batch(
             chosen = torch.where(forced[:, 0] >= 0, forced[:, 0], sampled)
         forced = torch.cat((forced[:, 1:], torch.full_like(forced[:, :1], -1)), dim=1)
         tokens[:, position] = chosen
-        if position + 1 < length:
-            given = tokens[:, : position + 1] if cache is None else chosen[:, None]
-            out: Any = model(input_ids=given, use_cache=True, logits_to_keep=1, **{cache_name: cache})
-            if cache is None and not out.logits.isfinite().all():
-                raise SpearfishError("the model's predictions are not finite: it cannot write its own calibration text")
-            cache, logits = getattr(out, cache_name), out.logits[:, -1]
     return tokens
 
 
