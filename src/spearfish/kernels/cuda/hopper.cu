@@ -304,6 +304,7 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
 extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const int warp = warp_number(), lane = threadIdx.x % 32;
+    if (threadIdx.x == 32 * kConsumerWarps) prefetch_map(&p.x_map);
     const Block b(p, shared);
 
     const Cluster cluster = {p.split, p.overlaid};
@@ -333,7 +334,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         // Weights do not depend on the kernel before this one: the first are asked for at once.
         b.place(p, b.first, n_block, token0);
         if (begins) send_weights(producer, producer);
-        if (producer == 3 && lane == 0) prefetch_map(&p.x_map);
     } else {
         init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES);  // 4 * N_TILES: the warps of one group
     }

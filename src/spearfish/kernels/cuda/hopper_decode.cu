@@ -145,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
 
     if (warp == kConsumerWarps) {
         // ------------------------------------------------------------------------------------------------- producer
+        if (lane == 0) prefetch_map(&p.x_map);
         // The consumers set up the rest.
         for (int stage = 0; stage < ahead; ++stage)
             if (lane == 0) barrier_init(sh_full + 8 * stage, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
-        if (lane == 0) prefetch_map(&p.x_map);
         u64 policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         // Lane i copies the block's weight tile i of every group, lane 0 fetches x.
@@ -168,23 +168,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
                              policy);
             source += group_bytes;
         };
-        // Weights do not depend on the kernel before this one: fill the ring with them, then wait for x.
-        for (int i = 0; i < ahead; ++i) send_weights(i, i);
-        sync_all();
-        cluster.arrive_at_start();
-        asm volatile("griddepcontrol.launch_dependents;");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        int stage = 0;
-        u32 phase = 1;
-        for (int i = 0; i < stage_count; ++i) {
-            if (i >= ahead) {
-                if (i >= p.stages) barrier_wait(sh_empty + 8 * stage, phase);
-                send_weights(i, stage);
-            }
+        auto send_x = [&](int i, int stage) {
             if (lane == 0)
                 copy_x(sh_x + stage * kXStageBytes, &p.x_map, token0, (k_begin + i * kGroups) * (TILE_K / 64),
                        sh_full + 8 * stage);
-            if (++stage == p.stages) stage = 0, phase ^= 1;
+        };
+        // Weights do not depend on the kernel before this one: the first are asked for at once, then x.
+        for (int i = 0; i < ahead; ++i) send_weights(i, i);
+        asm volatile("griddepcontrol.launch_dependents;");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        for (int i = 0; i < ahead; ++i) send_x(i, i);
+        sync_all();
+        cluster.arrive_at_start();
+        int stage = ahead;
+        u32 phase = 1;
+        for (int i = ahead; i < stage_count; ++i, ++stage) {
+            if (stage == p.stages) stage = 0, phase ^= 1;
+            if (i >= p.stages) barrier_wait(sh_empty + 8 * stage, phase);
+            send_weights(i, stage);
+            send_x(i, stage);
         }
         __syncwarp();
         cluster.before_sums();
@@ -219,7 +221,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     init_barriers(sh_full, ahead, p, warp, kConsumerWarps, kConsumerWarps);
     sync_all();
     cluster.arrive_at_start();
-    asm volatile("griddepcontrol.launch_dependents;");
 
     int stage = 0;
     u32 phase = 0;
