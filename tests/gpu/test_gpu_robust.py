@@ -222,6 +222,27 @@ def test_arguments_that_kernels_cannot_take_as_they_are(kernel: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ processes
 
+
+def test_the_compilers_own_cache_is_not_asked(tmp_path: Path) -> None:
+    """NVRTC keeps results on disk, and what it finds there comes without the log that tells registers and spills."""
+    program = (
+        "from spearfish.kernels import jit, portable\n"
+        "made = jit.compile_variant(portable.FAMILY.variants('sm_80')[0], use_cache=False)\n"
+        "print(made.resources.registers)"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CUDA_CACHE_PATH": str(tmp_path)},
+        )
+        for _ in range(2)
+    ]
+    assert [each.returncode for each in said] == [0, 0], said[-1].stderr
+    assert said[0].stdout == said[1].stdout
+
+
 PROCESS = """
 import ctypes, hashlib, os, sys
 import torch
