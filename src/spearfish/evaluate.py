@@ -16,6 +16,8 @@ from torch import nn
 from spearfish.errors import SpearfishError
 from spearfish.text import Windows
 
+MOST_LOGITS = 1 << 29  # bytes of float32 predictions at once: some families have a quarter of a million words
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -48,15 +50,23 @@ class Quality:
 
 
 def evaluate(
-    model: nn.Module, tokens: torch.Tensor, source: str = "text", other: nn.Module | None = None, batch: int = 4
+    model: nn.Module,
+    tokens: torch.Tensor,
+    source: str = "text",
+    other: nn.Module | None = None,
+    batch: int | None = None,
 ) -> Quality:
     """Quality of a causal language model on tokens int64 [count, length]; with `other` also the distance to it.
 
+    batch: windows at once; None takes as many as keep the predictions below half a GiB, at most 4.
     Raises SpearfishError if there is nothing to predict or a prediction is not finite, naming the window.
     """
     count, length = tokens.shape
     if count < 1 or length < 2:
         raise SpearfishError(f"nothing to predict in {count} windows of {length} tokens")
+    if batch is None:
+        words = int(getattr(model.config, "vocab_size", 1 << 16))
+        batch = max(1, min(4, MOST_LOGITS // (4 * words * length)))
     losses, other_losses, distances, agreements = [], [], [], []
     for start in range(0, count, batch):
         part = tokens[start : start + batch]
@@ -66,7 +76,7 @@ def evaluate(
             reference = _logits(other, part, start)
             other_losses.append(_loss(reference, part))
             distances.append(_kl(reference, logits))
-            agreements.append((reference.argmax(-1) == logits.argmax(-1)).double().mean())
+            agreements.append((reference.argmax(-1) == logits.argmax(-1)).double().mean(dim=1).cpu())
     loss = torch.cat(losses).double()
     spread = float(loss.std() / math.sqrt(count)) if count > 1 else float("nan")
     return Quality(
@@ -78,7 +88,7 @@ def evaluate(
         sha256=Windows(tokens, source).sha256,
         source=source,
         kl=float(torch.cat(distances).mean()) if distances else None,
-        agree=float(torch.stack(agreements).mean()) if agreements else None,
+        agree=float(torch.cat(agreements).mean()) if agreements else None,
         other_perplexity=math.exp(float(torch.cat(other_losses).double().mean())) if other_losses else None,
     )
 
@@ -104,6 +114,9 @@ def _loss(logits: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Mean KL(reference ‖ logits) of each window [count]."""
-    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean(dim=1).cpu()
+    """Mean KL(reference ‖ logits) of each window [count], one after the other: each takes several copies."""
+    means = []
+    for wanted, given in zip(reference, logits, strict=True):
+        p, q = wanted.log_softmax(-1), given.log_softmax(-1)
+        means.append((p.exp() * (p - q)).sum(-1).mean())
+    return torch.stack(means).cpu()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from spearfish.cli.run import need_device
+from spearfish.errors import SpearfishError
 
 if TYPE_CHECKING:
     from spearfish.compress import Progress as Callback
@@ -157,21 +158,41 @@ def evaluate(
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows of text, from its start.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    questions: Annotated[
+        int,
+        typer.Option(
+            help="Zero-shot questions of each kind, made from the same text, one right answer of four: which sentence"
+            " comes next, which word a repeated list goes on with, which number continues a sequence. 100 are enough"
+            " to tell large differences; 0 for none."
+        ),
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Perplexity on plain text. Compare two numbers only if window length, counts and data agree."""
+    """Perplexity on plain text, and right answers to questions made from it. Compare two numbers only if window length,
+    counts and data agree."""
     from dataclasses import asdict
 
     from spearfish.evaluate import evaluate as run
-    from spearfish.text import head
+    from spearfish.text import head, read_text
+    from spearfish.zeroshot import answer, make_questions
 
+    if questions < 0:
+        raise SpearfishError(f"--questions counts them, got {questions}; 0 for none")
+    asked = make_questions(read_text(text), questions) if questions else []
     where = _device(device)
     model, tokenizer = _open(folder, where)
     other, _ = _open(against, where) if against else (None, None)
     tokens = head(tokenizer, text, windows, length)
     quality = run(model, tokens, source=text, other=other)
-    typer.echo(json.dumps(asdict(quality), indent=2) if as_json else str(quality))
+    answers = {name: answer(m, tokenizer, asked) for name, m in (("", model), ("other", other)) if asked and m}
+    if as_json:
+        zero_shot = {f"{name}_zero_shot".lstrip("_"): a.to_dict() for name, a in answers.items()}
+        typer.echo(json.dumps(asdict(quality) | zero_shot, indent=2))
+        return
+    typer.echo(str(quality))
+    for name, given in answers.items():
+        typer.echo(f"the other model: {given}" if name else str(given))
 
 
 def _device(name: str) -> str:
