@@ -60,6 +60,7 @@ class _Desk:
     """
 
     IMPLEMENTATION = "spearfish-writing"
+    at_work: _Desk | None = None
 
     def __init__(self, model: nn.Module, size: int, length: int) -> None:
         self.model = model
@@ -71,7 +72,7 @@ class _Desk:
         self.slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.steps: dict[int, Repeated] = {}  # by reach
         self.reach = 0
-        need_transformers("writing text").AttentionInterface.register(self.IMPLEMENTATION, self.attend)
+        need_transformers("writing text").AttentionInterface.register(self.IMPLEMENTATION, _attend)
 
     def predict(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """Predictions [size, v] for what follows tokens [size], which stand at `position`; what was given before stands
@@ -83,11 +84,11 @@ class _Desk:
             self.steps[self.reach] = Repeated(self._step, self.device)
         config: Any = self.model.config
         usual = config._attn_implementation
-        config._attn_implementation = self.IMPLEMENTATION
+        config._attn_implementation, _Desk.at_work = self.IMPLEMENTATION, self
         try:
             logits = self.steps[self.reach]()
         finally:
-            config._attn_implementation = usual
+            config._attn_implementation, _Desk.at_work = usual, None
         if len(self.slots) != config.num_hidden_layers:
             raise SpearfishError(
                 f"a {config.model_type} cannot write its own text: {len(self.slots)} of its {config.num_hidden_layers}"
@@ -131,6 +132,12 @@ class _Desk:
         return out.reshape(size, 1, heads, -1), None
 
 
+def _attend(module: Any, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
+    if _Desk.at_work is None:
+        raise ValueError("unreachable: attention without a desk")
+    return _Desk.at_work.attend(module, *arguments, **named)
+
+
 @torch.no_grad()
 def write(
     model: nn.Module,
@@ -168,6 +175,9 @@ def write(
             progress("writing", min(done, count), count, f"{done * length / took:.0f} tokens/s")
         if seconds is not None and took * (done + batch) / done > seconds:
             break
+    del desk
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # half of the GPU is set free: others look at how much there is
     return torch.cat(parts)[:count]
 
 
