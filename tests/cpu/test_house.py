@@ -31,11 +31,12 @@ ARROWS = {
     "text": "errors",
     "compress": "models text",
     "evaluate": "models text",
+    "zeroshot": "errors",
     "kernels": "reference cache",
     "nn": "kernels",
     "integrations": "models nn",
     "bench": "compress evaluate integrations",
-    "cli": "bench",
+    "cli": "bench zeroshot",
 }
 
 # A heavy package, and the only files that may import it. Some of these are themselves about the package and may do so
