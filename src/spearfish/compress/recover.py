@@ -112,15 +112,22 @@ def fused(function: Any, device: torch.device) -> Any:
 
 
 def fuse_blocks(model: nn.Module, paths: list[str], device: torch.device) -> None:
-    """Lets the blocks of a transformers model run fused, on a GPU; they keep no cache of keys and values then."""
+    """Lets the blocks of a transformers model run fused, on a GPU, for whole windows without padding."""
     for path in paths:
         block = model.get_submodule(path)
-        block.forward = _without_cache(fused(block.forward, device))
+        block.forward = _as_first_called(fused(block.forward, device))
 
 
-def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
-        return forward(*arguments, **{name: value for name, value in named.items() if name not in CACHES})
+def _as_first_called(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward pass that goes on with the masks and rotary tables of its first call, without a cache of keys
+    and values. While a GPU records, transformers makes a mask where it otherwise leaves causality to the attention
+    kernel, and that takes several times as long."""
+    first: dict[torch.Size, dict[str, Any]] = {}
+
+    def run(hidden: torch.Tensor, **named: Any) -> Any:
+        if hidden.shape not in first:
+            first[hidden.shape] = {name: value for name, value in named.items() if name not in CACHES}
+        return forward(hidden, **first[hidden.shape])
 
     return run
 
