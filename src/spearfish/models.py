@@ -52,6 +52,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(),
 }
 
+# Families whose residual stream outgrows float16: their weights fit into it, computing must be done in bfloat16.
+OUTGROW_FLOAT16 = ("gemma3_text",)
+
 # Everything besides the weights that a model folder needs to be used again.
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -342,6 +345,8 @@ def convert_gguf(file: Path) -> Path:
         config.pop("quantization_config", None)
         # A GGUF carries a free text here; transformers takes the key for the folder that the model came from.
         config.pop("_model_name_or_path", None)
+        if config.get("model_type") in OUTGROW_FLOAT16:
+            config["dtype"] = "bfloat16"
         (half_done / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         half_done.rename(folder)
     except OSError as error:
