@@ -2,13 +2,15 @@
 
     python benchmarks/engine.py run --geometry yi-34b --weights fp16,int4,sparse24-int4 --results FOLDER
     python benchmarks/engine.py run --geometry llama-3-8b --batches 1,16,64 --profile 1 --results FOLDER
+    python benchmarks/engine.py run --geometry yi-34b --tensor-parallel 2 --results FOLDER
     python benchmarks/engine.py same MODEL --results FOLDER
     python benchmarks/engine.py page
 
 `run` takes one kind of weights after another, each in a fresh process: it measures a decode step at each batch size,
 with CUDA graphs, and the prefill of some prompts; counts the bytes of the weights; and with --profile records where the
 time of a decode step goes. Every point is written as soon as it is measured, and what a result file of the same sources
-already holds is not measured again, so that a run may be stopped and resumed. `same` serves a real checkpoint with vLLM
+already holds is not measured again, so that a run may be stopped and resumed. With --tensor-parallel N the model is cut
+over N GPUs, and the results go to a file of their own. `same` serves a real checkpoint with vLLM
 and with transformers and compares the greedy tokens. `page` writes docs/serving.md and its charts from result files.
 
 Needs a GPU, vLLM 0.26 or newer, torch; PYTHONPATH=src will do for spearfish. Weights are made on the GPU, so nothing is
@@ -34,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,14 @@ ENVIRONMENT = {
     # Asking how many GPUs there are must not start the driver in the process that the others are forked from.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+# With several GPUs: no NVLink multicast, which virtual machines lack and which can take GPUs out of service for others.
+# And workers that do not end by themselves are told to, soon.
+SEVERAL_GPUS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+}
 # Imported once and forked, since this takes longer than the measurement.
 PRELOAD = [
     "vllm",
@@ -59,6 +70,7 @@ PRELOAD = [
     "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu_worker",
     "torch.profiler",
@@ -188,6 +200,17 @@ class Task:
     results: Path
 
     @property
+    def ranks(self) -> int:
+        """GPUs that the model is cut over."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
+    def path(self) -> Path:
+        """Of the result file."""
+        name = self.geometry if self.ranks == 1 else f"{self.geometry}-tp{self.ranks}"
+        return results_path(self.results, self.head["machine"]["gpu"], name)
+
+    @property
     def decode_length(self) -> int:
         """Tokens of a sequence in the decode measurement, a multiple of any block of the cache."""
         return -(-(PROMPT + 4 * WARM_STEPS + WINDOWS * WINDOW_STEPS) // 64) * 64
@@ -207,8 +230,8 @@ class Task:
 # ------------------------------------------------------------------------------------------------------ result files
 
 
-def results_path(folder: Path, gpu: str, geometry: str) -> Path:
-    return folder / re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") / f"{geometry}.json"
+def results_path(folder: Path, gpu: str, name: str) -> Path:
+    return folder / re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") / f"{name}.json"
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -358,6 +381,7 @@ def serve(task: Task, folder: Path) -> Any:
         # Every prompt of a batch in one step, and every prefill.
         "max_num_batched_tokens": max([PROMPT * task.most, *(each.prompts * each.tokens for each in task.prefills)]),
         "enable_prefix_caching": False,
+        "worker_extension_cls": "engine_worker.Prepared",
         **task.engine,
     }
     if torch.cuda.is_available():
@@ -371,12 +395,12 @@ def serve(task: Task, folder: Path) -> Any:
         prefills = (each.prompts * (each.tokens + 16) for each in task.prefills)
         queues = (each.requests * (each.tokens + each.answer + 16) for each in task.queues)
         tokens = max([task.most * task.decode_length, *prefills, *queues])
-        options["kv_cache_memory_bytes"] = int(1.2 * (tokens + task.length + 256) * sizes.cache_bytes)
+        cache_bytes = sizes.cache_bytes / min(task.ranks, sizes.kv_heads)
+        options["kv_cache_memory_bytes"] = int(1.2 * (tokens + task.length + 256) * cache_bytes)
     else:
         options |= {**ON_CPU, "dtype": "bfloat16"}
     # vLLM looks into the class in another process, which imports everything once more, unless it is given the class.
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
-    register_loader()
     return start_engine(folder, **options)
 
 
@@ -520,6 +544,20 @@ def bytes_of(model: Any) -> dict[str, int]:
     }
 
 
+def largest(of_ranks: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The bytes of the rank that holds most."""
+    return {name: max(counts[name] for counts in of_ranks) for name in of_ranks[0]}
+
+
+def adders(model: Any) -> list[str]:
+    """vLLM's classes that may add up the parts of several GPUs here, the first that takes the size does."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().device_communicator
+    known = [getattr(group, name, None) for name in ("symm_mem_comm", "fi_ar_comm", "ca_comm", "pynccl_comm")]
+    return [type(each).__name__ for each in known if each is not None and not getattr(each, "disabled", False)]
+
+
 def kernels_of(model: Any, tokens: Sequence[int]) -> dict[str, Any]:
     """What runs the linears: for ours the configuration at every number of tokens."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -554,16 +592,21 @@ def kernels_of(model: Any, tokens: Sequence[int]) -> dict[str, Any]:
 def measure(task: Task) -> None:
     """Everything of one task that its result file lacks. Runs in a process of its own."""
     os.environ.update(SETTINGS.get(task.weights, {}))
+    if task.ranks > 1:
+        os.environ.update({name: value for name, value in SEVERAL_GPUS.items() if name not in os.environ})
     import torch
 
     if torch.cuda.is_initialized():
         raise RuntimeError("the GPU was in use before this process was forked; run with --start spawn")
-    path = results_path(task.results, task.head["machine"]["gpu"], task.geometry)
+    if torch.cuda.is_available() and torch.cuda.device_count() < task.ranks:
+        raise RuntimeError(f"--tensor-parallel {task.ranks} wants as many GPUs; here are {torch.cuda.device_count()}")
+    path = task.path
     content = read_results(path)
     entry = entry_of(task, content)
     batches, prefills, profiles, queues = missing(task, entry)
     content["weights"][task.weights] = entry
     content["geometry"] = asdict(GEOMETRIES[task.geometry])
+    content["ranks"] = task.ranks
     if all(head["id"] != task.head["id"] for head in content["runs"]):
         content["runs"].append(task.head)
 
@@ -573,28 +616,34 @@ def measure(task: Task) -> None:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         engine = serve(task, Path(folder))
-    say(f"ready in {time.perf_counter() - begin:.1f} s")
-    entry["bytes"] = engine.apply_model(bytes_of)[0]
-    say(", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in entry["bytes"].items()))
-    for batch in batches:
-        entry["decode"][str(batch)] = one = decode(engine, batch)
-        say(f"decode {batch}: {one['ms']:.3f} ms a step")
+    try:
+        say(f"ready in {time.perf_counter() - begin:.1f} s")
+        entry["bytes"] = largest(engine.apply_model(bytes_of))
+        say(", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in entry["bytes"].items()))
+        for batch in batches:
+            entry["decode"][str(batch)] = one = decode(engine, batch)
+            say(f"decode {batch}: {one['ms']:.3f} ms a step")
+            write_results(path, content)
+        for each in prefills:
+            entry["prefill"][str(each)] = one = prefill(engine, each.prompts, each.tokens)
+            say(f"prefill {each}: {one['ms']:.1f} ms")
+            write_results(path, content)
+        for queue in queues:
+            entry.setdefault("queue", {})[str(queue)] = one = serve_queue(engine, queue)
+            say(f"queue {queue}: {one['tokens_per_second']:.0f} tokens/s")
+            write_results(path, content)
+        if torch.cuda.is_available():
+            tokens = sorted({*task.batches, *(each.prompts * each.tokens for each in task.prefills)})
+            if task.ranks > 1:
+                entry["adders"] = engine.apply_model(adders)[0]
+            entry["kernels"] = engine.apply_model(partial(kernels_of, tokens=tokens))[0]
+            for batch in profiles:
+                entry.setdefault("profile", {})[str(batch)] = one = profile(engine, batch)
+                say(f"profile {batch}: the GPU works {one['busy_us']:.0f} us a step")
         write_results(path, content)
-    for each in prefills:
-        entry["prefill"][str(each)] = one = prefill(engine, each.prompts, each.tokens)
-        say(f"prefill {each}: {one['ms']:.1f} ms")
-        write_results(path, content)
-    for queue in queues:
-        entry.setdefault("queue", {})[str(queue)] = one = serve_queue(engine, queue)
-        say(f"queue {queue}: {one['tokens_per_second']:.0f} tokens/s")
-        write_results(path, content)
-    if torch.cuda.is_available():
-        tokens = sorted({*task.batches, *(each.prompts * each.tokens for each in task.prefills)})
-        entry["kernels"] = engine.apply_model(lambda model: kernels_of(model, tokens))[0]
-        for batch in profiles:
-            entry.setdefault("profile", {})[str(batch)] = one = profile(engine, batch)
-            say(f"profile {batch}: the GPU works {one['busy_us']:.0f} us a step")
-    write_results(path, content)
+    finally:
+        if task.ranks > 1:
+            engine.llm_engine.engine_core.shutdown()  # or a rank that waits for the other would keep us from ending
     say(f"done in {time.perf_counter() - begin:.1f} s")
 
 
@@ -612,8 +661,33 @@ def in_fresh_process(target: Callable[..., None], start: str, *arguments: Any) -
     return process.exitcode == 0
 
 
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What vLLM is told beside the model, and what the result file says of it."""
+    engine: dict[str, Any] = {"attention_backend": options.attention} if options.attention else {}
+    if options.tensor_parallel > 1:
+        engine["tensor_parallel_size"] = options.tensor_parallel
+    if options.only_nccl:
+        engine["disable_custom_all_reduce"] = True
+    return engine
+
+
+def why_not_parallel(options: argparse.Namespace) -> str | None:
+    """Why this cannot be measured over so many ranks."""
+    ranks = options.tensor_parallel
+    if ranks > 1 and options.profile:
+        return f"--profile looks into the process of one GPU, not of {ranks}: leave it out, or --tensor-parallel"
+    if ranks == 1 and options.only_nccl:
+        return "--only-nccl is about several GPUs: want --tensor-parallel 2 or more"
+    for name in options.geometry:
+        heads = GEOMETRIES[name].heads
+        if ranks < 1 or heads % ranks:
+            fits = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+            return f"--tensor-parallel {ranks}: {name} has {heads} heads; want one of {fits}"
+    return None
+
+
 def run(options: argparse.Namespace) -> int:
-    engine = {"attention_backend": options.attention} if options.attention else {}
+    engine = engine_options(options)
     now = datetime.now(UTC)
     watched = sorted(name for name in os.environ if name.startswith(("SPEARFISH_", "VLLM_")) and "CACHE" not in name)
     head = {
@@ -633,8 +707,7 @@ def run(options: argparse.Namespace) -> int:
                 *(geometry, weights, options.batches, options.prefill, options.profile, options.queue, options.mode),
                 *(engine, head, options.results),
             )
-            path = results_path(options.results, head["machine"]["gpu"], geometry)
-            if not any(missing(task, entry_of(task, read_results(path)))):
+            if not any(missing(task, entry_of(task, read_results(task.path)))):
                 print(f"{geometry} {weights}: all there")
             elif not in_fresh_process(measure, options.start, task):
                 failed.append(f"{geometry} {weights}")
@@ -817,6 +890,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     queues = products(Queue, "REQUESTSxTOKENSxANSWER, such as 64x512x128")
     added.add_argument("--queue", type=queues, default=(), help="REQUESTSxTOKENSxANSWER: serve so many, with commas")
     added.add_argument("--profile", type=parse_counts, default=(), help="batches of decode steps to look into")
+    added.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that the model is cut over")
+    added.add_argument(
+        "--only-nccl", action="store_true", help="add up over GPUs with NCCL alone, not vLLM's kernel of peer access"
+    )
     in_engine(added)
     added = verb(same, "serve a checkpoint with vLLM and with transformers, compare")
     added.add_argument("model", type=Path, help="folder of the checkpoint")
@@ -826,6 +903,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     in_engine(added)
     verb(page, "write docs/serving.md and its charts")
     options = parser.parse_args(arguments)
+    if options.action is run and (why := why_not_parallel(options)):
+        parser.error(why)
     return int(options.action(options))
 
 

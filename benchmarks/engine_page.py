@@ -53,7 +53,9 @@ again, and the words here in `benchmarks/engine_page.py`.
   steps mixed as the scheduler likes. The more is the better, in this one line.
 * **One machine, one process each.** The kinds of a geometry run one after another on the same GPU, each in a fresh
   process. Compilation mode 0: no Inductor, which fuses what lies between the linears and takes minutes.
-* **Bytes** are those of the parameters as they run, whatever the file held.
+* **On several GPUs** (a heading then says how many): the model is cut over them, tensor parallel, a process for each,
+  the rivals too. Which of vLLM's classes add up the parts is listed there; none with NVLink multicast.
+* **Bytes** are those of the parameters as they run, whatever the file held; with several GPUs, those of one.
 
 On your own GPU: `python benchmarks/engine.py run --geometry yi-34b --results FOLDER`; it needs vLLM and 80 GB for fp16.
 """
@@ -67,14 +69,34 @@ None yet: no result file has been committed.
 
 @dataclass(frozen=True)
 class Measured:
-    """One result file: one geometry on one GPU."""
+    """One result file: one geometry on one GPU, or over so many."""
 
     path: Path
     content: Mapping[str, Any]
 
     @property
+    def ranks(self) -> int:
+        """GPUs that the model was cut over."""
+        return int(self.content.get("ranks", 1))
+
+    @property
+    def key(self) -> str:
+        """Of the geometry."""
+        return self.path.stem.removesuffix(f"-tp{self.ranks}")
+
+    @property
     def geometry(self) -> str:
-        return GEOMETRIES.get(self.path.stem, self.path.stem)
+        return GEOMETRIES.get(self.key, self.key)
+
+    @property
+    def where(self) -> str:
+        gpu = str(self.head(self.kinds[0])["machine"]["gpu"])
+        return gpu if self.ranks == 1 else f"{self.ranks} × {gpu}"
+
+    @property
+    def has_aims(self) -> bool:
+        """Whether the targets are set for this."""
+        return self.key == AIMED_AT and self.ranks == 1
 
     @property
     def kinds(self) -> list[str]:
@@ -120,11 +142,13 @@ class Measured:
 
 
 def load(folder: Path) -> tuple[list[Measured], list[Measured]]:
-    """The geometries, largest first, and the comparisons of real models."""
+    """The geometries, largest first, one GPU before several, and the comparisons of real models."""
     files = [Measured(path, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
     geometries = [one for one in files if "weights" in one.content]
     order = list(GEOMETRIES)
-    geometries.sort(key=lambda one: (one.path.parent.name, order.index(one.path.stem) if one.path.stem in order else 9))
+    geometries.sort(
+        key=lambda one: (one.path.parent.name, one.ranks, order.index(one.key) if one.key in order else len(order))
+    )
     return geometries, [one for one in files if "answers" in one.content]
 
 
@@ -139,7 +163,7 @@ def times(above: float | None, below: float | None) -> str:
 def render(folder: Path) -> str:
     geometries, comparisons = load(folder)
     parts = [_HEAD]
-    if geometries and all(one.path.stem != AIMED_AT for one in geometries):
+    if geometries and not any(one.has_aims for one in geometries):
         parts.append(f"\n{GEOMETRIES[AIMED_AT]}, which the targets are set for, has not been measured yet.\n")
     parts += ["\n" + "\n".join(section(one)) for one in geometries]
     parts += ["\n" + "\n".join(compared(one)) for one in comparisons]
@@ -150,7 +174,7 @@ def render(folder: Path) -> str:
 
 def section(one: Measured) -> Iterator[str]:
     kinds = one.kinds
-    yield f"## {one.geometry} on {one.head(kinds[0])['machine']['gpu']}\n"
+    yield f"## {one.geometry} on {one.where}\n"
     yield f"![{one.geometry}]({CHARTS}/{chart_name(one)})\n"
     yield from provenance(one)
     names = [NAMES[kind][0] for kind in kinds]
@@ -182,7 +206,7 @@ def section(one: Measured) -> Iterator[str]:
         count, tokens, answer = which.split("x")
         label = f"{count} requests, {tokens} in, {answer} out: tokens/s"
         body.append(row(label, one.queue, which, 0, "–", "–", more_is_better=True))
-    if one.path.stem != AIMED_AT:
+    if not one.has_aims:
         head, body = head[:-2], [row[:-2] for row in body]
     yield table(head, body) + "\n"
     yield from sizes(one)
@@ -215,6 +239,8 @@ def provenance(one: Measured) -> Iterator[str]:
             yield f"* {NAMES[kind][0]} ran on our kernels {ran}"
             if re.search(r"\bH[12]00\b", one.head(kind)["machine"]["gpu"]) and "hopper at" not in ran:
                 yield "  (not on the Hopper kernels, which became the default of such GPUs later)"
+        if added := one.entry(kind).get("adders"):
+            yield f"* {NAMES[kind][0]}: {', '.join(added)} add up the parts of the GPUs"
     lacking = [name for kind, (name, _) in NAMES.items() if kind not in one.kinds]
     if lacking:
         yield f"* not measured: {'; '.join(lacking)}"
@@ -229,10 +255,11 @@ def sizes(one: Measured) -> Iterator[str]:
             row = [f"{label}, {NAMES[kind][0]}", "–" if mine is None else f"{mine / 1e9:.2f}"]
             for other in (RIVAL, "fp16"):
                 theirs = one.size(other, part)
-                wanted = f" (≤ {limits[other]})" if kind == "sparse24-int4" and one.path.stem == AIMED_AT else ""
+                wanted = f" (≤ {limits[other]})" if kind == "sparse24-int4" and one.has_aims else ""
                 row.append("–" if mine is None or not theirs else f"{mine / theirs:.3f}{wanted}")
             body.append(row)
-    yield table(["weights in GPU memory", "GB", "of dense int4", "of fp16"], body) + "\n"
+    where = "weights in GPU memory" if one.ranks == 1 else "weights in the memory of each GPU"
+    yield table([where, "GB", "of dense int4", "of fp16"], body) + "\n"
 
 
 def profiles(one: Measured) -> Iterator[str]:
@@ -352,14 +379,14 @@ def draw(one: Measured, path: Path) -> None:
         memory.annotate(f" {size / 1e9:.1f}", (size / 1e9, at), va="center")
     memory.set_yticks(range(len(listed)), [NAMES[kind][0].replace(", ", ",\n") for kind, _ in listed])
     memory.set_xlim(right=1.2 * max((size for _, size in listed), default=1) / 1e9)
-    memory.set_title("GB of weights", loc="left", fontsize=12)
+    memory.set_title("GB of weights" if one.ranks == 1 else "GB of weights of each GPU", loc="left", fontsize=12)
     memory.grid(True, axis="x", color="#e4e4e4", linewidth=0.8)
     for axes in (speed, memory):
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    head = one.head(one.kinds[0])
-    title = f"{one.geometry} in vLLM {head['versions'].get('vllm', '')} on {head['machine']['gpu']}"
+    version = one.head(one.kinds[0])["versions"].get("vllm", "")
+    title = f"{one.geometry} in vLLM {version} on {one.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=15)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=110)

@@ -58,8 +58,7 @@ def engine(folder: Path) -> str:
             if ours is not None
         ]
         if body:
-            gpu = one.head("sparse24-int4")["machine"]["gpu"]
-            parts.append(f"{one.geometry} on {gpu}:\n\n" + table(("requests", "× dense int4", "× fp16"), body))
+            parts.append(f"{one.geometry} on {one.where}:\n\n" + table(("requests", "× dense int4", "× fp16"), body))
     return "\n\n".join(parts) or NOTHING
 
 

@@ -124,6 +124,27 @@ def test_the_chart_is_small(tmp_path: Path, engine_page: ModuleType, without: st
     assert Image.open(chart).width > 1000
 
 
+def test_several_gpus_have_a_table_of_their_own(tmp_path: Path, engine: ModuleType, engine_page: ModuleType) -> None:
+    path = measured(tmp_path)
+    single = path.read_text()
+    twice = engine.Task("yi-34b", "int4", (1,), (), (), (), 0, {"tensor_parallel_size": 2}, head(), tmp_path)
+    assert twice.path == path.with_name("yi-34b-tp2.json")
+    content = engine.read_results(twice.path)
+    assert engine.missing(twice, engine.entry_of(twice, content))[0] == [1]
+    content |= {"runs": [head()], "ranks": 2}
+    content["weights"] = {"int4": entry(3.0), "sparse24-int4": entry(2.0) | {"adders": ["A", "B"]}}
+    engine.write_results(twice.path, content)
+    assert path.read_text() == single
+    first, second = engine_page.render(tmp_path).split("## Yi-34B on 2 × Made-up 9000")
+    assert "## Yi-34B on Made-up 9000" in first
+    lines = [line.replace(" ", "") for line in second.splitlines()]
+    assert "|decode1|3.00|2.00|1.50×|–|" in lines
+    assert "*2:4int4:A,BaddupthepartsoftheGPUs" in lines
+    assert "|linears,2:4int4|2.00|0.667|–|" in lines
+    assert "memory of each GPU" in second
+    assert "memory of each GPU" not in first
+
+
 def test_what_is_known_is_not_measured_again(tmp_path: Path, engine: ModuleType) -> None:
     content = json.loads(measured(tmp_path).read_text())
     one = task(engine, tmp_path)
@@ -167,6 +188,10 @@ def test_a_profile_counts_overlap_once(engine: ModuleType) -> None:
         (["--prefill", "8by512"], "PROMPTSxTOKENS"),
         (["--queue", "8x512"], "REQUESTSxTOKENSxANSWER"),
         (["--batches", "0"], "at least 1"),
+        (["--tensor-parallel", "2", "--profile", "1"], "--profile looks into the process of one GPU"),
+        (["--tensor-parallel", "3"], "yi-34b has 56 heads; want one of 1, 2, 4, 7"),
+        (["--tensor-parallel", "0"], "want one of 1, 2"),
+        (["--only-nccl"], "want --tensor-parallel 2 or more"),
     ],
 )
 def test_mistakes_are_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,10 +24,10 @@ def engine() -> ModuleType:
     return engine
 
 
-def task(engine: ModuleType, weights: str, folder: Path) -> Any:
+def task(engine: ModuleType, weights: str, folder: Path, **options: Any) -> Any:
     head = {"id": "one", "machine": {"gpu": "CPU"}, "commit": "", "versions": {}, "engine": {}, "environment": {}}
     return engine.Task(
-        "tiny", weights, (1, 3), (engine.Prefill(2, 48),), (), (engine.Queue(3, 16, 4),), 0, {}, head, folder
+        "tiny", weights, (1, 3), (engine.Prefill(2, 48),), (), (engine.Queue(3, 16, 4),), 0, options, head, folder
     )
 
 
@@ -67,10 +68,21 @@ def test_every_kind_is_filled_and_says_something(engine: ModuleType, tmp_path: P
     gc.collect()
 
 
-def test_every_point_is_written(engine: ModuleType, tmp_path: Path) -> None:
-    one = task(engine, "sparse24-int8", tmp_path)
-    engine.measure(one)
-    content = json.loads((tmp_path / "cpu" / "tiny.json").read_text())
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_point_is_written(
+    engine: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """With two ranks in processes of their own, which know the load format too, and in a file of its own."""
+    one = task(engine, "sparse24-int8", tmp_path, tensor_parallel_size=ranks)
+    if ranks == 1:
+        engine.measure(one)
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert engine.in_fresh_process(engine.measure, "spawn", one)
+    content = json.loads((tmp_path / "cpu" / ("tiny.json" if ranks == 1 else "tiny-tp2.json")).read_text())
     entry = content["weights"]["sparse24-int8"]
     assert all(entry["decode"][batch]["ms"] > 0 for batch in ("1", "3"))
     assert len(entry["decode"]["1"]["windows"]) == engine.WINDOWS
@@ -80,7 +92,9 @@ def test_every_point_is_written(engine: ModuleType, tmp_path: Path) -> None:
     head = sizes.hidden // sizes.heads
     qkv = (sizes.heads + 2 * sizes.kv_heads) * head * sizes.hidden
     linears = sizes.layers * (qkv + sizes.heads * head * sizes.hidden + 3 * sizes.inner * sizes.hidden)
-    rest = 2 * sizes.words * sizes.hidden + (2 * sizes.layers + 1) * sizes.hidden
-    # On a CPU they run dense in bfloat16.
-    assert entry["bytes"] == {"linears": 2 * linears, "model": 2 * (linears + rest)}
+    norms = (2 * sizes.layers + 1) * sizes.hidden
+    # On a CPU they run dense in bfloat16. Each rank has its part of all but the norms.
+    cut = 2 * (linears + 2 * sizes.words * sizes.hidden) // ranks
+    assert entry["bytes"] == {"linears": 2 * linears // ranks, "model": cut + 2 * norms}
+    assert content["ranks"] == ranks
     assert engine.missing(one, engine.entry_of(one, content)) == ([], [], [], [])
