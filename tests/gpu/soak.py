@@ -37,7 +37,7 @@ from torch.nn import functional
 from spearfish import reference
 from spearfish.bench import results
 from spearfish.errors import SpearfishError
-from spearfish.kernels import portable
+from spearfish.kernels import scratch
 from spearfish.kernels.choose import families
 from spearfish.kernels.config import Problem, chip_of
 from spearfish.kernels.matmul import matmul, prepare
@@ -141,7 +141,7 @@ def inside_nan(make: torch.Generator, m: int, k: int, dtype: torch.dtype) -> tor
 
 def poison(streams: list[torch.cuda.Stream]) -> None:
     """NaN in the kernels' scratch memory, and in what the allocator hands out next on each stream."""
-    for work in portable._workspaces.values():
+    for work in scratch._workspaces.values():
         work.view(torch.float32).fill_(float("nan"))
     for stream in streams:
         with torch.cuda.stream(stream):

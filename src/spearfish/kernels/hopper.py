@@ -17,16 +17,17 @@ from spearfish.kernels import config as cut
 from spearfish.kernels import jit
 from spearfish.kernels.config import Bound, Chip, Problem
 from spearfish.kernels.prepare import KINDS, TILE_K, TILE_N
+from spearfish.kernels.scratch import next_ticket, workspace
 
 ARCH = "sm_90a"
 _BARRIERS = 1024  # bytes of shared memory in front of the ring
 _MOST_STAGES = 32
 _STAGED_TOKENS = 32  # tokens that the epilogue of hopper.cu turns at a time
 
-# struct Params: the tensor map, four pointers, fifteen ints; an alignment of 64 makes it 256 bytes.
+# struct Params: the tensor map, six pointers and a ticket, seventeen ints; an alignment of 64 makes it 256 bytes.
 _MAP_BYTES = 128
-_POINTERS = struct.Struct("<4Q")
-_INTS = struct.Struct("<15i")
+_POINTERS = struct.Struct("<7Q")
+_INTS = struct.Struct("<17i")
 _PARAMS_BYTES = 256
 
 
@@ -62,6 +63,11 @@ class HopperShape:
         return self.stage_tiles * (self.tokens * TILE_K * 2 + self.n_tiles * self.m_tiles * weight_tile_bytes)
 
     @property
+    def may_be_even(self) -> bool:
+        """Whether blocks may run from one output into the next."""
+        return not self.is_decode and self.m_tiles == self.groups == 1
+
+    @property
     def stage_tiles(self) -> int:
         """k tiles of a stage."""
         return self.groups if self.is_decode else 1
@@ -75,16 +81,18 @@ class HopperShape:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """A shape; `split` blocks of a cluster share out k, `blocks` find room on a multiprocessor."""
+    """A shape; `split` blocks of a cluster share out k, `blocks` find room on a multiprocessor. `even`: all k tiles of
+    all outputs are shared out among as many blocks as there are multiprocessors; sums pass through global memory."""
 
     shape: HopperShape
     split: int = 1
     blocks: int = 1
+    even: bool = False
 
     def __str__(self) -> str:
         s = self.shape
         kernel = "decode" if s.is_decode else "wgmma"
-        ways = f"{s.groups} along k, k in {self.split}"
+        ways = f"{s.groups} along k, k " + ("shared out evenly" if self.even else f"in {self.split}")
         return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
@@ -187,6 +195,11 @@ class HopperFamily:
                 continue
             splits = (1, 2, 4, 8) if shape.is_decode else (1, 2, 4)
             found += [HopperConfig(shape, split, blocks) for split in splits for blocks in range(1, shape.blocks + 1)]
+            # Where whole outputs leave multiprocessors idle in the last turn.
+            outputs = _outputs(shape, problem)
+            uneven = outputs % chip.multiprocessors and chip.multiprocessors / 4 < outputs < 4 * chip.multiprocessors
+            if uneven and shape.may_be_even:
+                found.append(HopperConfig(shape, even=True))
         return found
 
     def why_not(self, config: HopperConfig, problem: Problem, chip: Chip) -> str | None:
@@ -200,6 +213,8 @@ class HopperFamily:
             return f"it takes multiples of 64 k, not {problem.k}"
         if problem.k_tiles // config.split < config.shape.groups:
             return f"{config} leaves a warpgroup without a k tile of {problem.k_tiles}"
+        if config.even and _outputs(config.shape, problem) * problem.k_tiles < 4 * chip.multiprocessors:
+            return f"{config}: too few k tiles to share out"
         if self._plan(config, problem, chip) is None:
             return f"{config} does not fit {chip.shared_per_block} bytes of shared memory"
         return None
@@ -215,7 +230,7 @@ class HopperFamily:
         takes 1 % longer than the best; docs/facts.md). A k tile takes the slowest of three: the consumers, the memory's
         share of a multiprocessor, what a multiprocessor can take in."""
         shape, split, blocks = config.shape, config.split, config.blocks
-        outputs = -(-problem.n // shape.block_n) * -(-problem.m // shape.tokens)
+        outputs = _outputs(shape, problem)
         resident = min(blocks, -(-outputs * split // chip.multiprocessors))
         tiles = shape.n_tiles * shape.m_tiles
         weights = resident * tiles * problem.tile_bytes
@@ -231,6 +246,8 @@ class HopperFamily:
         )
         step = math.pow(sum(time**5 for time in times), 0.2) * -(-problem.k_tiles // split) / 1e3
         fill = 3.2
+        if config.even:
+            return fill + step * outputs / chip.multiprocessors + 1.5
         if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
             return fill + -(-outputs // chip.multiprocessors) * step
         # Clusters of more than two leave multiprocessors of uneven GPCs idle.
@@ -251,10 +268,16 @@ class HopperFamily:
         variant = jit.Variant(*_source(shape), ARCH, _macros(shape, problem))
         n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
         token_blocks, cluster = -(-problem.m // shape.tokens), config.split
+        units = spare = flag_bytes = work_bytes = 0
         if shape.is_decode:
             grid = (n_blocks * cluster, token_blocks, 1)
         elif cluster * shape.groups > 1:  # partial sums: one output for each cluster
             grid = (n_blocks * token_blocks * cluster, 1, 1)
+        elif config.even:
+            grid = (chip.multiprocessors, 1, 1)
+            units, spare = divmod(n_blocks * token_blocks * problem.k_tiles, chip.multiprocessors)
+            flag_bytes = -(-8 * chip.multiprocessors // 128) * 128
+            work_bytes = flag_bytes + 4 * chip.multiprocessors * shape.block_n * shape.tokens
         else:
             grid = (min(n_blocks * token_blocks, chip.multiprocessors), 1, 1)
         # More than half, so that there is no second beside it.
@@ -273,7 +296,7 @@ class HopperFamily:
             _MAP_BYTES + _POINTERS.size,
             *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_blocks, token_blocks, problem.tile_bytes),
             *(problem.granules, config.split, found.stages, 2, 4 if problem.m < 4096 else 8),
-            *(found.received, int(found.overlaid), 0),
+            *(found.received, int(found.overlaid), units, spare, 0),
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
@@ -291,6 +314,9 @@ class HopperFamily:
         ) -> None:
             x_map = tensor_map(x.data_ptr(), x.stride(0) if m > 1 else k)
             on = current_stream(device)
+            # As in the portable kernel: alive until the launch is enqueued, then protected by the order of the stream.
+            work = workspace(device, work_bytes, on) if work_bytes else None
+            flags = 0 if work is None else work.data_ptr()
             with lock:
                 params[:_MAP_BYTES] = x_map
                 pack(
@@ -300,6 +326,9 @@ class HopperFamily:
                     0 if column_scale is None else column_scale.data_ptr(),
                     0 if bias is None else bias.data_ptr(),
                     out.data_ptr(),
+                    flags + flag_bytes,
+                    flags,
+                    next_ticket(),
                 )
                 launch(on)
 
@@ -314,6 +343,11 @@ class HopperFamily:
             for bf16 in (False, True)
             for shape in shapes(kind, bf16)
         ]
+
+
+def _outputs(shape: HopperShape, problem: Problem) -> int:
+    """Output tiles of a problem."""
+    return -(-problem.n // shape.block_n) * -(-problem.m // shape.tokens)
 
 
 def _source(shape: HopperShape) -> tuple[str, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import secrets
 import struct
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from spearfish.kernels import config as cut
 from spearfish.kernels import jit
 from spearfish.kernels.config import Bound, Chip, KernelConfig, Problem
 from spearfish.kernels.prepare import KINDS, TILE_K, TILE_N, scale_bytes
+from spearfish.kernels.scratch import next_ticket, workspace
 
 SOURCE = "portable.cu"
 ENTRY = "portable"
@@ -21,28 +20,6 @@ ENTRY = "portable"
 # struct Params: eight pointers and a ticket among them, the row stride of x, fourteen ints.
 _PER_CALL = struct.Struct("<8Qq")
 _FIXED = struct.Struct("<14i")
-
-# A flag of the cross-block sum is raised with a ticket that no call had before, from a random start: so even flags in
-# memory that was never cleared (inside a graph) cannot be taken for raised ones.
-_tickets = itertools.count(secrets.randbits(62) + 1)
-
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}
-
-
-def workspace(device: int, size: int, stream: int) -> torch.Tensor:
-    """uint8 [>= size] for one launch on `stream`, torch's current one; every launch leaves its flags cleared.
-
-    One for each stream, grown when needed: launches of one stream follow each other. A graph gets its own from its
-    own pool, since it may be replayed on any stream.
-    """
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
-    found = _workspaces.get((device, stream))
-    if found is None or found.numel() < size:
-        found = _workspaces[device, stream] = torch.zeros(
-            max(size, 1 << 20), dtype=torch.uint8, device=f"cuda:{device}"
-        )
-    return found
 
 
 class PortableFamily:
@@ -139,7 +116,7 @@ class PortableFamily:
                     0 if column_scale is None else column_scale.data_ptr(),
                     flags + flag_bytes,
                     flags,
-                    next(_tickets),
+                    next_ticket(),
                     x.stride(0) * 2,
                 )
                 launch(on)

@@ -46,6 +46,16 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+__device__ __forceinline__ u64 load_acquire(const u64* from) {
+  u64 value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(u64* to, u64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void load_shared(u32 (&to)[4], u32 from_shared) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

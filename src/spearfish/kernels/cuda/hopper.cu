@@ -8,6 +8,9 @@
 //                   unpacks while another multiplies.
 //   cluster         SPLIT blocks share one output tile, each with its own range of k, and add their partial sums
 //                   through distributed shared memory
+//   even            or else all k tiles of all outputs, in one row, are shared out evenly: a block begins with the end of
+//                   an output, whose sums it leaves in global memory, and ends with the beginning of another, to which it
+//                   adds what the next block left there long before
 //
 // The consumers' loop in chunks of four wgmmas, one weight tile: while a chunk is multiplied, the next is unpacked into
 // the other half of the A registers. Below 128 tokens the issue of instructions matters most, so the loop has as few as
@@ -21,6 +24,7 @@
 constexpr int kTokens = TOKENS;
 constexpr int kMTiles = M_TILES;
 constexpr int kGroups = GROUPS;
+constexpr bool kEven = M_TILES == 1 && GROUPS == 1;  // may share out k evenly; two m tiles lack the registers for it
 constexpr int kWarpgroups = N_TILES * kGroups;
 constexpr int kConsumerWarps = 4 * kWarpgroups;
 constexpr int kThreads = 32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers
@@ -171,12 +175,15 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
 }
 
 // Where a block's things are in shared memory, and its share of the work: `k_count` k tiles from `k_begin`, each a
-// stage, for the outputs `first`, `first` + `stride`, ...
+// stage, for the outputs `first`, `first` + `stride`, ..., from k tile `skipped` of the first on, `units` stages at most.
 struct Block {
     u32 sh_full, sh_empty, sh_reduced, sh_x, sh_w, sh_out;
-    int weight_stage, k_rank, k_begin, k_count, outputs, first, stride;
+    int weight_stage, k_rank, k_begin, k_count, outputs, first, stride, skipped, units;
 
     __device__ __forceinline__ explicit Block(const Params& p, const void* shared) {
+        // Read anew each time: what is made of it need not lie in registers through the main loop.
+        int index;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
         weight_stage = kBlockTiles * p.tile_bytes;
         sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages, sh_reduced = sh_empty + 8 * kMaxStages;
         sh_x = sh_full + 1024;  // boxes want this alignment
@@ -185,10 +192,24 @@ struct Block {
         // Powers of two throughout: a division would cost more than all the rest of the start. Not from %clusterid and
         // %nclusterid, which say nothing useful in a launch without clusters.
         const int log_split = 31 - __clz(p.split);
-        k_rank = blockIdx.x & (p.split - 1);
+        k_rank = index & (p.split - 1);
         k_begin = p.k_tiles * k_rank >> log_split;
         k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
-        outputs = p.n_blocks * p.token_blocks, first = blockIdx.x >> log_split, stride = gridDim.x >> log_split;
+        outputs = p.n_blocks * p.token_blocks, first = index >> log_split, stride = gridDim.x >> log_split;
+        skipped = 0, units = 0x7fffffff;
+        if (kEven && p.units) {
+            const int begin = index * p.units + min(index, p.spare);
+            units = p.units + (index < p.spare);
+            first = begin / p.k_tiles, skipped = begin - first * p.k_tiles, stride = 1;
+        }
+    }
+    // The block's `turn`-th output: `count` of its k tiles from `from` on. False if there is none.
+    __device__ __forceinline__ bool part(int turn, int& output, int& from, int& count) const {
+        output = first + turn * stride;
+        from = turn ? 0 : skipped;
+        const int left = turn ? units - turn * k_count + skipped : units;
+        count = min(k_count - from, left);
+        return output < outputs && left > 0;
     }
     // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
     __device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) const {
@@ -204,14 +225,57 @@ struct Block {
     }
 };
 
+// What a block has of the end of an output goes to global memory.
+__device__ __forceinline__ void leave_sums(const Params& p, const float (&acc)[kMTiles][kTokens / 2]) {
+    float4* to = reinterpret_cast<float4*>(p.partial) + blockIdx.x * (kBlockN * kTokens / 4) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
+        const float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
+        __stcg(to + i * 32 * kConsumerWarps, make_float4(d[0], d[1], d[2], d[3]));
+    }
+    consumer_sync<32 * kConsumerWarps>();
+    if (threadIdx.x == 0) store_release(p.arrived + blockIdx.x, p.ticket);
+}
+
+// The beginning of an output, `count` k tiles, gets what the next blocks have of the rest, in their order. They began
+// with it. Flags are left cleared.
+__device__ __forceinline__ void take_sums(const Params& p, float (&acc)[kMTiles][kTokens / 2], int count) {
+    for (int from = blockIdx.x + 1; count < p.k_tiles; ++from) {
+        if (threadIdx.x == 0) {
+            while (load_acquire(p.arrived + from) != p.ticket) __nanosleep(20);
+            p.arrived[from] = 0;
+        }
+        consumer_sync<32 * kConsumerWarps>();
+        const float4* at = reinterpret_cast<const float4*>(p.partial) + from * (kBlockN * kTokens / 4) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
+            const float4 v = __ldcg(at + i * 32 * kConsumerWarps);
+            float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
+            d[0] += v.x, d[1] += v.y, d[2] += v.z, d[3] += v.w;
+        }
+        count += p.units + (from < p.spare);
+    }
+}
+
+// Who a consumer thread is. Read anew each time, as Block.
+struct Consumer {
+    int thread, lane, gq, warpgroup, warp4, group, first_tile;
+    __device__ __forceinline__ Consumer() {
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+        lane = thread % 32, gq = lane / 4, warpgroup = warp / 4, warp4 = warp % 4;
+        group = warpgroup / N_TILES, first_tile = (warpgroup % N_TILES) * kMTiles;
+    }
+};
+
 // What a consumer warp does after it has its registers.
 template <int kScales>
-__device__ __forceinline__ void consume(const Params& p, const Block& b, const Cluster& cluster, int warp) {
-    const int lane = threadIdx.x % 32;
-    const int warpgroup = warp / 4, warp4 = warp % 4, gq = lane / 4;
-    const int group = warpgroup / N_TILES, first_tile = (warpgroup % N_TILES) * kMTiles;
-    const u32 tile = b.sh_w + first_tile * p.tile_bytes;
+__device__ __forceinline__ void consume(const Params& p, const void* shared, const Cluster& cluster) {
     Loop at;
+    const Block b(p, shared);
+    const Consumer me;
+    const int lane = me.lane, warp4 = me.warp4, gq = me.gq, group = me.group, first_tile = me.first_tile;
+    const u32 tile = b.sh_w + first_tile * p.tile_bytes;
     at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
     at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
     at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
@@ -221,35 +285,47 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
     at.full = b.sh_full, at.empty = b.sh_empty;
     at.weight_stage = b.weight_stage, at.tile_bytes = p.tile_bytes, at.stages = p.stages, at.zero = p.zero;
     at.granules = p.granules;
-    const int first_row = first_tile * 64;  // of the block's rows of W
+    asm volatile("" : "+r"(at.zero));  // as above
     const Magic magic(p.zero);
     float acc[kMTiles][kTokens / 2];
 
-    // Every kGroups-th stage; at least one, as the host sees to.
-    const int my_count = (b.k_count - group + kGroups - 1) / kGroups;
     int stage = group;
     u32 phase = 0;
-    for (int output = b.first; output < b.outputs; output += b.stride) {
-        int n_block, token0;
-        b.place(p, output, n_block, token0);
+    for (int turn = 0;; ++turn) {
+        int output, from, count, n_block, token0;
+        if (!Block(p, shared).part(turn, output, from, count)) break;
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
-        multiply_tiles<kScales>(acc, at, magic, my_count, stage, phase);
+        // Every kGroups-th stage; at least one, as the host sees to.
+        multiply_tiles<kScales>(acc, at, magic, (count - group + kGroups - 1) / kGroups, stage, phase);
+
+        const Block b(p, shared);
+        const Consumer me;
+        const int lane = me.lane, warp4 = me.warp4, gq = me.gq, first_row = me.first_tile * 64;  // of the block's rows
+        b.part(turn, output, from, count);
+        if constexpr (kEven) {
+            if (from) {
+                leave_sums(p, acc);
+                continue;
+            }
+            if (count < b.k_count) take_sums(p, acc, count);
+        }
 
         // ------------------------------------------------------------------------------------------------ epilogue
+        b.place(p, output, n_block, token0);
         const int column0 = n_block * kBlockN;
-        if (kGroups > 1 || p.split > 1) {  // one output a cluster
+        if (kGroups > 1 || cluster.several()) {  // one output a cluster
             sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
-                p, cluster, acc, b.sh_x, b.sh_reduced, b.k_rank, group, first_row + warp4 * 16, column0, token0);
+                p, cluster, acc, b.sh_x, b.sh_reduced, b.k_rank, me.group, first_row + warp4 * 16, column0, token0);
             break;
         }
         // Turn [rows of W, tokens] into [token, n] through shared memory, a few tokens at a time, and store 16 bytes a
         // lane.
         const int tokens = min(kTokens, p.m - token0);
-        const u32 out = b.sh_out + warpgroup * (kOutTokens * kOutStride * 2);
+        const u32 out = b.sh_out + me.warpgroup * (kOutTokens * kOutStride * 2);
         float scale[kMTiles][2], bias[kMTiles][2];
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)
@@ -261,12 +337,12 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
             }
         const u32 lane_out = out + 2 * ((lane % 8 + 8 * (lane / 16)) * kOutStride + warp4 * 16 + 8 * ((lane / 8) & 1));
         constexpr int kPieces = 8 * kMTiles;  // 16-byte pieces of a token's row
-        const int piece = (threadIdx.x % 128) % kPieces;
+        const int piece = (me.thread % 128) % kPieces;
         const int column = column0 + first_row + piece * 8;
         const bool wide = p.n % 8 == 0;
 #pragma unroll
         for (int first_token = 0; first_token < kTokens; first_token += kOutTokens) {
-            warpgroup_sync(warpgroup);  // the last reads are over
+            warpgroup_sync(me.warpgroup);  // the last reads are over
 #pragma unroll
             for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
@@ -283,8 +359,8 @@ __device__ __forceinline__ void consume(const Params& p, const Block& b, const C
                                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                                  : "memory");
                 }
-            warpgroup_sync(warpgroup);
-            for (int token = (threadIdx.x % 128) / kPieces; token < kOutTokens && first_token + token < tokens;
+            warpgroup_sync(me.warpgroup);
+            for (int token = (me.thread % 128) / kPieces; token < kOutTokens && first_token + token < tokens;
                  token += 128 / kPieces) {
                 const uint4 v = load16(out + 2 * (token * kOutStride + piece * 8));
                 u16* to = p.y + static_cast<i64>(token0 + first_token + token) * p.n + column;
@@ -312,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     // A stage is always the same warp's (and the same group's): only who has seen every turn of a barrier can tell the
     // turns by one bit. Lane i copies the block's weight tile i, lane 0 also fetches x.
     const int producer = warp - kConsumerWarps;
-    const bool begins = producer >= 0 && producer < min(p.stages, b.k_count);
+    const int begun = min(min(p.stages, 4), min(b.k_count - b.skipped, b.units));  // stages, asked for at once
     int n_block = 0, token0 = 0;
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -333,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         // Weights do not depend on the kernel before this one: the first are asked for at once.
         b.place(p, b.first, n_block, token0);
-        if (begins) send_weights(producer, producer);
+        if (producer < begun) send_weights(b.skipped + producer, producer);
     } else {
         init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES);  // 4 * N_TILES: the warps of one group
     }
@@ -346,15 +422,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
         asm volatile("griddepcontrol.wait;" ::: "memory");
         // The first of x in the order in which it is wanted: all of the ring at once takes a while to arrive.
-        const int begun = min(4, min(p.stages, b.k_count));
         if (producer == 0 && lane == 0)
-            for (int i = 0; i < begun; ++i) send_x(i, i);
+            for (int i = 0; i < begun; ++i) send_x(b.skipped + i, i);
         int output = producer < p.stages ? b.first : b.outputs, placed = b.first, stage = producer;
         u32 phase = 1;
-        bool sent = begins;
-        for (int i = producer;;) {
+        bool sent = producer < begun;
+        for (int i = b.skipped + producer, units = b.units - producer;;) {
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
-            if (output >= b.outputs) break;
+            if (output >= b.outputs || units <= 0) break;
             if (output != placed) b.place(p, placed = output, n_block, token0);
             if (!sent) {
                 barrier_wait(b.sh_empty + 8 * stage, phase);
@@ -362,8 +437,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
                 if (lane == 0) send_x(i, stage);
             }
             sent = false;
-            i += 4, stage += 4;
-            if (stage >= p.stages) i += p.stages - stage + producer, stage = producer, phase ^= 1;
+            int on = 4;
+            if ((stage += 4) >= p.stages) on += p.stages - stage + producer, stage = producer, phase ^= 1;
+            i += on, units -= on;
         }
         __syncwarp();
         cluster.before_sums();
@@ -375,15 +451,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     // --------------------------------------------------------------------------------------------------- consumers
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
 #if BITS == 16
-    consume<0>(p, b, cluster, warp);
+    consume<0>(p, shared, cluster);
 #else
     // Apart from one another from here on: with the three loops in one place the compiler runs out of registers.
     if (p.granules > 1)
-        consume<4>(p, b, cluster, warp);
+        consume<4>(p, shared, cluster);
     else if (p.granules == 1)
-        consume<1>(p, b, cluster, warp);
+        consume<1>(p, shared, cluster);
     else
-        consume<0>(p, b, cluster, warp);
+        consume<0>(p, shared, cluster);
 #endif
     __syncwarp();
     cluster.wait_at_end();

@@ -16,6 +16,9 @@ struct Params {
     const float* column_scale;  // [n padded] or null
     const u16* bias;            // [n] or null
     u16* y;                     // [m, n]
+    float* partial;             // of every block room for the sums of one output
+    u64* arrived;               // of every block a flag that they are there
+    u64 ticket;                 // what a raised flag says, another number in every call
     int m, n, n_tiles, k_tiles;
     int n_blocks, token_blocks;  // the output in pieces: rows of W of a block, and TOKENS
     int tile_bytes;
@@ -26,6 +29,8 @@ struct Params {
     int band;      // token blocks walked together before the next rows, for the L2
     int received;  // offset of the partial sums that arrive from other blocks, from the start of the ring
     int overlaid;  // 1 if that place belongs to the ring
+    int units;     // k tiles of a block where they are shared out evenly, over the ends of outputs; else 0
+    int spare;     // so many blocks have one more
     int zero;      // 0, unknown to the compiler
 };
 
@@ -141,7 +146,9 @@ constexpr u32 kMagic = BF16 ? 0x43004300u : 0x64006400u;  // | q is 128 + q; 102
 // The numbers of the unpacking in registers: made of an unknown zero, or the compiler loads them anew at every use.
 struct Magic {
     u32 magic, sixteenth;
-    __device__ __forceinline__ explicit Magic(int zero) : magic(kMagic | zero), sixteenth(0x2c002c00u | zero) {}
+    __device__ __forceinline__ explicit Magic(int zero) : magic(kMagic | zero), sixteenth(0x2c002c00u | zero) {
+        asm volatile("" : "+r"(magic), "+r"(sixteenth));
+    }
 };
 
 __device__ __forceinline__ void store16(u32 to_shared, const float* four) {
@@ -197,18 +204,24 @@ __device__ __forceinline__ void scale_rows(u32 (&a)[4], u32 s0, u32 s1) {
 
 struct Cluster {
     int split, overlaid;
+    // Asked anew each time: an answer kept through the main loop would take a register there.
+    __device__ __forceinline__ bool several() const {
+        int blocks = split;
+        asm volatile("" : "+r"(blocks));
+        return blocks > 1;
+    }
     __device__ __forceinline__ void arrive_at_start() const {
-        if (split > 1 && !overlaid) cluster_arrive();
+        if (several() && !overlaid) cluster_arrive();
     }
     __device__ __forceinline__ void before_sums() const {
-        if (split > 1 && overlaid) cluster_arrive();
-        if (split > 1) cluster_wait();
+        if (several() && overlaid) cluster_arrive();
+        if (several()) cluster_wait();
     }
     __device__ __forceinline__ void arrive_at_end() const {
-        if (split > 1) cluster_arrive();
+        if (several()) cluster_arrive();
     }
     __device__ __forceinline__ void wait_at_end() const {
-        if (split > 1) cluster_wait();
+        if (several()) cluster_wait();
     }
 };
 

@@ -56,16 +56,6 @@ static_assert(BLOCK_N % TILE_N == 0 && THREADS % N_TILES == 0 && TOKENS % 8 == 0
 static_assert(X_ROUNDS * THREADS * 16 == WARPS_K * X_TILE, "x divides evenly among the threads");
 static_assert(BLOCK_M % X_ROUND_ROWS == 0 || X_ROUND_ROWS % BLOCK_M == 0, "a round starts a k tile or continues one");
 
-__device__ __forceinline__ u64 load_acquire(const u64* from) {
-  u64 value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(u64* to, u64 value) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-
 // The warp's share of one k tile: unpack its rows and multiply them with its tokens. The tile goes by in quarters of
 // 32 dense k. While the tensor cores work on one quarter, the next one is unpacked, slice by slice between the octets
 // of tokens, and the next x is fetched: a warp issues in order, so the mixture has to be in the order of the code.
