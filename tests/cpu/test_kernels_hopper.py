@@ -49,7 +49,7 @@ def test_what_arrives_from_neighbours_never_lies_on_what_is_sent() -> None:
                 continue
             piece = shape.tokens * (shape.block_n // split + 4) * 4
             # The groups of a block add up first, where they can share out the tokens.
-            parts = 1 if shape.tokens > 16 and shape.groups > 1 else shape.groups
+            parts = 1 if shape.shares_tokens else shape.groups
             own, received = parts * split * piece, (split - 1) * parts * piece
             ring = found.stages * shape.stage_bytes(3200)
             assert found.received >= own
@@ -174,6 +174,7 @@ def _launches() -> dict[tuple[int, int, int], dict[tuple[int, ...], float]]:
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
             way = tuple(int(row[name]) for name in ("tokens", "n_tiles", "m_tiles", "groups", "blocks", "split"))
+            way += (row["even"] == "True",)
             found.setdefault((int(row["k"]), int(row["n"]), int(row["m"])), {})[way] = float(row["us"])
     return found
 
@@ -184,9 +185,9 @@ def test_the_chooser_takes_what_was_measured_to_be_fast() -> None:
         family, way = choose(problem(m, n, k), H200)
         assert family is FAMILY, (k, n, m)
         shape = way.shape
-        taken = times[shape.tokens, shape.n_tiles, shape.m_tiles, shape.groups, way.blocks, way.split]
+        taken = times[shape.tokens, shape.n_tiles, shape.m_tiles, shape.groups, way.blocks, way.split, way.even]
         losses.append(taken / min(times.values()))
         assert 0.75 < family.microseconds(way, problem(m, n, k), H200) / taken < 1.25, (k, n, m)
-    assert len(losses) == 65
+    assert len(losses) == 81
     assert max(losses) < 1.15
     assert sum(losses) / len(losses) < 1.015

@@ -63,6 +63,11 @@ class HopperShape:
         return self.stage_tiles * (self.tokens * TILE_K * 2 + self.n_tiles * self.m_tiles * weight_tile_bytes)
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether the groups add up their sums among themselves, each for its share of the tokens."""
+        return not self.is_decode and self.groups > 1
+
+    @property
     def may_be_even(self) -> bool:
         """Whether blocks may run from one output into the next."""
         return not self.is_decode and self.m_tiles == self.groups == 1
@@ -118,7 +123,7 @@ _SHAPES = (
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
 # ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
-_NANOSECONDS = {8: (49.0, 52.0), 16: (58.0, 84.0), 32: (96.0, 0.0), 64: (118.0, 52.0), 128: (225.0, 0.0)}
+_NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
 
 
 def shapes(kind: str, bf16: bool) -> tuple[HopperShape, ...]:
@@ -153,12 +158,10 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
     shape = config.shape
     stage = shape.stage_bytes(weight_tile_bytes)
     sums = shape.groups * config.split > 1
-    # As in sum_and_store: groups share out the tokens first, if they can.
-    shares = not shape.is_decode and shape.groups > 1 and shape.tokens // 8 % shape.groups == 0
-    parts = 1 if shares else shape.groups
+    parts = 1 if shape.shares_tokens else shape.groups
     piece = shape.tokens * (shape.block_n // config.split + 4) * 4
     mine = parts * config.split * piece if sums else 0
-    gifts = (shape.groups - 1) * shape.tokens * shape.block_n * 4 if shares else 0
+    gifts = (shape.groups - 1) * shape.tokens * shape.block_n * 4 if shape.shares_tokens else 0
     received = (config.split - 1) * parts * piece
     out = 0 if shape.is_decode or sums else 128 + shape.n_tiles * _STAGED_TOKENS * (TILE_N * shape.m_tiles + 8) * 2
     steps = -(-(k_tiles // config.split) // shape.stage_tiles) + 1
@@ -226,38 +229,43 @@ class HopperFamily:
         return plan(config, problem.tile_bytes, problem.k_tiles, room)
 
     def microseconds(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
-        """Estimated time. The constants are a fit to 805 launches on an H200 (11 % off on average, and what it picks
-        takes 1 % longer than the best; docs/facts.md). A k tile takes the slowest of three: the consumers, the memory's
-        share of a multiprocessor, what a multiprocessor can take in."""
+        """Estimated time. The constants are a fit to 1 526 launches on an H200 (9 % off on average, and what it picks
+        takes 0.6 % longer than the best; docs/facts.md). A k tile takes the slowest of three: the consumers, the
+        memory's share of a multiprocessor, what a multiprocessor can take in."""
         shape, split, blocks = config.shape, config.split, config.blocks
         outputs = _outputs(shape, problem)
-        resident = min(blocks, -(-outputs * split // chip.multiprocessors))
+        waves = outputs * split / chip.multiprocessors
+        # Of a cluster, two blocks that find room on one multiprocessor land there.
+        resident = 2 if blocks == 2 and split > 1 else min(blocks, math.ceil(waves))
         tiles = shape.n_tiles * shape.m_tiles
         weights = resident * tiles * problem.tile_bytes
-        busy = min(1.0, outputs * split / chip.multiprocessors)
+        busy = min(1.0, waves / (resident if split > 1 else 1))
         readers = min(
             -(-problem.m // shape.tokens), max(1.0, chip.multiprocessors * blocks * shape.block_n / problem.n)
         )
         unpack, wait = _NANOSECONDS[shape.tokens]
         times = (
             resident * tiles * unpack + wait,
-            weights * busy * chip.multiprocessors / (1.11 * chip.bandwidth) / readers,
-            (weights + resident * shape.tokens * TILE_K * 2) / 91,
+            weights * busy * chip.multiprocessors / (1.01 * chip.bandwidth) / readers,
+            (weights + resident * shape.tokens * TILE_K * 2) / 109,
         )
-        step = math.pow(sum(time**5 for time in times), 0.2) * -(-problem.k_tiles // split) / 1e3
-        fill = 3.2
+        step = math.pow(sum(time**5.3 for time in times), 1 / 5.3) * -(-problem.k_tiles // split) / 1e3
+        fill = 2.38 + 0.0145 * shape.tokens
         if config.even:
-            return fill + step * outputs / chip.multiprocessors + 1.5
+            return fill + step * outputs / chip.multiprocessors + 4.77 * shape.tokens * shape.block_n / 16384
         if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
             return fill + -(-outputs // chip.multiprocessors) * step
-        # Clusters of more than two leave multiprocessors of uneven GPCs idle.
-        room = blocks * (chip.multiprocessors if split <= 2 else chip.multiprocessors // 12 * 11 - 1)
-        waves = outputs * split / room
-        turns = max(1.0, 0.58 * waves + 0.42 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
+        if split > 2 and not (split == 4 and blocks == 2):
+            # Clusters of more than two that fill a multiprocessor each leave some of the uneven GPCs idle.
+            waves *= chip.multiprocessors / (chip.multiprocessors // 12 * 11 - 1)
+        waves /= blocks
+        turns = max(1.0, 0.42 * waves + 0.58 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
         total = turns * (fill + step)
+        sums = min(shape.tokens, -(-problem.m // 8) * 8) * shape.block_n / 8192
         if split > 1:
-            tokens = min(shape.tokens, -(-problem.m // 8) * 8)
-            total += 0.81 * tokens * shape.block_n * shape.groups * math.sqrt(split) / 8192
+            total += 0.27 + 0.093 * sums * (1 if shape.shares_tokens else shape.groups) * math.sqrt(split)
+        if shape.groups > 1:
+            total -= 0.83 * sums  # what the other constants have too much for them
         return total
 
     def bind(self, config: HopperConfig, problem: Problem, device: int) -> Bound:

@@ -42,11 +42,6 @@ __device__ __forceinline__ void multiply_sparse(float* d, const u32 (&a)[4], con
           "n"(selector));
 }
 
-// Reached in two places, by the producer and by the consumers, so the threads are counted.
-__device__ __forceinline__ void sync_all() {
-    asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
-}
-
 // Where a lane reads in the first stage: codes, metadata, scales, and x for even and odd quarters of a tile.
 struct Places {
     u32 codes, meta, scale, x[2];
@@ -143,43 +138,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
 
     const int ahead = min(min(p.stages, stage_count), p.ahead);
 
+    // Of the producer: lane i copies the block's weight tile i of every group, lane 0 fetches x.
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const u8* source =
+        p.stream +
+        (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + k_begin) * p.tile_bytes;
+    auto send_weights = [&](int i, int stage) {
+        const u32 full = sh_full + 8 * stage;
+        const int tiles = min(kGroups, k_count - i * kGroups);
+        if (lane == 0) barrier_expect(full, tiles * kBlockTiles * p.tile_bytes + kXStageBytes);
+        __syncwarp();
+        if (lane < kBlockTiles)
+            copy_weights(sh_w + stage * weight_stage + lane * group_bytes, source, tiles * p.tile_bytes, full, policy);
+        source += group_bytes;
+    };
+    auto send_x = [&](int i, int stage) {
+        if (lane == 0)
+            copy_x(sh_x + stage * kXStageBytes, &p.x_map, token0, (k_begin + i * kGroups) * (TILE_K / 64),
+                   sh_full + 8 * stage);
+    };
     if (warp == kConsumerWarps) {
-        // ------------------------------------------------------------------------------------------------- producer
         if (lane == 0) prefetch_map(&p.x_map);
-        // The consumers set up the rest.
         for (int stage = 0; stage < ahead; ++stage)
             if (lane == 0) barrier_init(sh_full + 8 * stage, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        // Lane i copies the block's weight tile i of every group, lane 0 fetches x.
-        const u8* source =
-            p.stream +
-            (static_cast<i64>(min(n_block * kBlockTiles + lane, p.n_tiles - 1)) * p.k_tiles + k_begin) * p.tile_bytes;
-        auto tiles_of = [&](int i) { return min(kGroups, k_count - i * kGroups); };
-        auto send_weights = [&](int i, int stage) {
-            const u32 full = sh_full + 8 * stage;
-            const int tiles = tiles_of(i);
-            if (lane == 0) barrier_expect(full, tiles * kBlockTiles * p.tile_bytes + kXStageBytes);
-            __syncwarp();
-            if (lane < kBlockTiles)
-                copy_weights(sh_w + stage * weight_stage + lane * group_bytes, source, tiles * p.tile_bytes, full,
-                             policy);
-            source += group_bytes;
-        };
-        auto send_x = [&](int i, int stage) {
-            if (lane == 0)
-                copy_x(sh_x + stage * kXStageBytes, &p.x_map, token0, (k_begin + i * kGroups) * (TILE_K / 64),
-                       sh_full + 8 * stage);
-        };
         // Weights do not depend on the kernel before this one: the first are asked for at once, then x.
         for (int i = 0; i < ahead; ++i) send_weights(i, i);
         asm volatile("griddepcontrol.launch_dependents;");
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (int i = 0; i < ahead; ++i) send_x(i, i);
-        sync_all();
-        cluster.arrive_at_start();
+    } else {
+        init_barriers(sh_full, ahead, p, warp, kConsumerWarps, kConsumerWarps);
+    }
+    __syncthreads();
+    cluster.arrive_at_start();
+
+    if (warp == kConsumerWarps) {
+        // ------------------------------------------------------------------------------------------------- producer
         int stage = ahead;
         u32 phase = 1;
         for (int i = ahead; i < stage_count; ++i, ++stage) {
@@ -218,9 +215,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
 
-    init_barriers(sh_full, ahead, p, warp, kConsumerWarps, kConsumerWarps);
-    sync_all();
-    cluster.arrive_at_start();
 
     int stage = 0;
     u32 phase = 0;
