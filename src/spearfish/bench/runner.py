@@ -35,16 +35,18 @@ class Settings:
 
 
 class Budget:
-    """Seconds that a run may take. `left` is also false when the next piece, taken to be as long as the longest so far,
-    would not fit."""
+    """Seconds that a run may take. `left` is also false when the next piece would not fit, taken to be as long as the
+    longest so far but for the first, which also loads libraries and compiles."""
 
     def __init__(self, device: Device, seconds: float | None) -> None:
         self._now, self.seconds = device.seconds, seconds
-        self._begin, self._longest = device.seconds(), 0.0
+        self._begin, self._longest, self._pieces = device.seconds(), 0.0, 0
 
     def took(self, seconds: float) -> None:
         """A piece of work has ended."""
-        self._longest = max(self._longest, seconds)
+        self._pieces += 1
+        if self._pieces > 1:
+            self._longest = max(self._longest, seconds)
 
     def left(self) -> bool:
         """Whether another piece of work fits."""
