@@ -37,6 +37,25 @@ def test_windows_are_whole_and_repeat(place: Path, monkeypatch: pytest.MonkeyPat
     assert len(written.write(model, tokenizer, 6, 40, seconds=0.0)) == 4
 
 
+def test_compiled_blocks_are_not_compiled_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of recovery's teacher on a GPU: every block would be compiled anew."""
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    dense = load_dense(place / "dense")
+    model, tokenizer, asked = dense.whole(), dense.tokenizer(), []
+    plain = written.write(model, tokenizer, 4, 24)
+
+    def backend(graph: torch.fx.GraphModule, _example: list[torch.Tensor]) -> object:
+        asked.append(graph)
+        return graph.forward
+
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, backend=backend)
+    assert torch.equal(written.write(model, tokenizer, 4, 24), plain)
+    assert not asked
+    model(input_ids=plain)
+    assert asked, "the blocks are not compiled at all"
+
+
 def test_it_is_the_models_own_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is sure of its next word writes just that; where it ends a text, another is begun."""
     monkeypatch.setattr(written, "BEGINNINGS", 64)

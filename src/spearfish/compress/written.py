@@ -86,7 +86,10 @@ class _Desk:
         usual = config._attn_implementation
         config._attn_implementation, _Desk.at_work = self.IMPLEMENTATION, self
         try:
-            logits = self.steps[self.reach]()
+            # Recovery hands over a teacher whose blocks are compiled. Here each block is another call, with another place
+            # in `slots`, and every one would be compiled anew: 30 s of an H200, seen once.
+            with torch.compiler.set_stance("force_eager"):
+                logits = self.steps[self.reach]()
         finally:
             config._attn_implementation, _Desk.at_work = usual, None
         if len(self.slots) != config.num_hidden_layers:
