@@ -1,4 +1,5 @@
-"""Writes the table of docs/accuracy.md from benchmarks/results/accuracy, or says that it is stale (--check).
+"""Writes the tables of docs/accuracy.md, one a model, from benchmarks/results/accuracy, or says that they are stale
+(--check).
 
 python benchmarks/accuracy_page.py
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,27 @@ BASELINE = "sparsegpt"
 HEAD = ("made by", "calibrated on", "seeds", "perplexity", "gap", "of R's gap", "KL", "took")
 
 
-def load(folder: Path) -> list[dict[str, Any]]:
-    """The results that may stand side by side: those with the most windows of one held-out text."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    found = [facts for facts in found if "quality" in facts]
-    most = max(facts["quality"]["windows"] for facts in found)
-    return [facts for facts in found if facts["quality"]["windows"] == most]
+def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By model, the results that may stand side by side: those with the most windows of one held-out text."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if "quality" in facts:
+            # A model from a GGUF file lies in a folder whose name ends with the file's hash.
+            found.setdefault(re.sub("-[0-9a-f]{16}$", "", facts["model"]), []).append(facts)
+    for model, results in found.items():
+        most = max(facts["quality"]["windows"] for facts in results)
+        found[model] = [facts for facts in results if facts["quality"]["windows"] == most]
+    return found
+
+
+def caption(model: str, results: list[dict[str, Any]]) -> str:
+    """What a model's rows were judged on."""
+    dense = results[0]["dense"]
+    return (
+        f"**{model}**: dense {dense['perplexity']:.2f}, {dense['windows']} windows of {dense['length']} tokens,"
+        f" standard error {100 * dense['standard_error']:.1f} %\n\n"
+    )
 
 
 def label(recipe: dict[str, Any]) -> str:
@@ -60,7 +77,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 str(len(runs)),
                 f"{math.exp(_mean(map(math.log, perplexities))):.1f}{spread}",
                 f"{gap:.3f}",
-                f"{gap / _mean(base):.2f}",
+                f"{gap / _mean(base):.2f}" if base else "",
                 f"{_mean(distances):.2f}" if distances else "",
                 f"{took} CPU seconds" if cpu else f"{took} s, {runs[0]['device']}",
             )
@@ -75,9 +92,10 @@ def _mean(values: Any) -> float:
 
 
 def page(text: str) -> str:
-    """The page with its table made anew."""
+    """The page with its tables made anew."""
     before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table(load(RESULTS)) + END + rest.partition(END)[2]
+    tables = "\n".join(caption(model, results) + table(results) for model, results in sorted(load(RESULTS).items()))
+    return before + BEGIN + tables + END + rest.partition(END)[2]
 
 
 def main() -> None:
