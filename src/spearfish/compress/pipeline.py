@@ -41,8 +41,8 @@ WRITING_SHARE = 0.25  # of the time for recovery, if the model writes the text f
 MOST_WRITTEN = 1 << 24  # tokens
 
 WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
-# The norms that the writers' outputs pass before they are added to the stream; no name: none.
-NORMED: dict[str, dict[str, str]] = {family: {} for family in ("llama", "mistral", "qwen2", "qwen3")}
+# Where their outputs are added as they are. Gemma's pass a norm first; its writers do not answer for the stream.
+PLAIN_STREAM = ("llama", "mistral", "qwen2", "qwen3")
 
 RECOVERY = "recovery.safetensors"
 CALIBRATION_TEXT = "calibration-text.safetensors"
@@ -395,10 +395,8 @@ def _solve_block(
         hessian = Hessian(modules[0].in_features, walker.device, recipe.equal_norm)  # type: ignore[arg-type]
         if twin is not None and goal is not None:
             local = tuple(name.removeprefix(f"{path}.") for name in linears)
-            norms = NORMED.get(walker.model.model_type)
-            residual = "" if norms is None else WRITERS.get(local[0], "")
-            norm = (norms or {}).get(local[0], "")
-            ran = walker.lag(index, local, hidden, twin, goal, residual, hessian.add, norm)
+            residual = WRITERS.get(local[0], "") if walker.model.model_type in PLAIN_STREAM else ""
+            ran = walker.lag(index, local, hidden, twin, goal, residual, hessian.add)
         else:
             ran = walker.inputs(index, modules[0], hidden, hessian.add)
         if not ran:

@@ -15,7 +15,6 @@ from spearfish.models import DenseModel, release
 
 TOKENS_AT_ONCE = 4096
 TOKENS_AT_ONCE_GPU = 16384
-LEAST_GAIN = 0.02  # of a norm's median gain
 
 
 class _Enough(Exception):
@@ -161,19 +160,16 @@ class Walker:
         goal: torch.Tensor,
         residual: str,
         take: Callable[[torch.Tensor, torch.Tensor], None],
-        norm: str = "",
     ) -> bool:
         """Calls take(x, lag) for each batch: what the linears `names` of the block, which share an input, read for
         `hidden`; and how far `twin`, the dense block run on `goal`, is ahead of what its weights make of x, [..., sum
         of n]. False if they never ran.
 
         residual: "" for that alone; "in" or "out" where a linear's output is added to the block's input or is the last
-        thing added to its output: then what the sum lags behind is counted. norm: name of the RMS norm that the output
-        passes before it is added, if any.
+        thing added to its output: then what the sum lags behind is counted.
         """
         block = self.net.get_submodule(self.paths[index])
         mine, dense = ([b.get_submodule(name) for name in names] for b in (block, twin))
-        after = block.get_submodule(norm) if norm else None
         whole = residual == "out"
         with compute_context(self.device, self.fast):
             for part in batches(hidden, self.device):
@@ -185,12 +181,8 @@ class Walker:
                 # The linears themselves are still dense.
                 if residual == "out":
                     lag = ahead.block - seen.block
-                elif residual == "in" and after is not None:
-                    lag = after(ahead.given) - after(seen.given) + (there - here)
                 else:
                     lag = ahead.given - seen.given + (there - here if residual == "in" else 0.0)
-                if residual and after is not None:
-                    lag = before_norm(after, seen.given, lag)
                 take(seen.read, lag)
         return True
 
@@ -221,16 +213,6 @@ def first_of(result: Any) -> torch.Tensor:
     """A block's output, which some families wrap in a tuple."""
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out
-
-
-def before_norm(norm: nn.Module, given: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
-    """What must be added to `given` [..., n] for its RMS norm to move by `lag`, to first order. A channel whose gain is
-    nearly zero cannot move."""
-    gain = norm(torch.ones_like(given[..., :1, :])).float()  # what an RMS norm makes of ones
-    length = given.square().mean(dim=-1, keepdim=True).sqrt()
-    floor = LEAST_GAIN * gain.abs().median()
-    moved: torch.Tensor = torch.where(gain.abs() > floor, lag * length / gain, 0.0)
-    return moved
 
 
 @dataclass(frozen=True)
