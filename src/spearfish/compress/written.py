@@ -86,8 +86,8 @@ class _Desk:
         usual = config._attn_implementation
         config._attn_implementation, _Desk.at_work = self.IMPLEMENTATION, self
         try:
-            # Recovery hands over a teacher whose blocks are compiled. Here each block is another call, with another place
-            # in `slots`, and every one would be compiled anew: 30 s of an H200, seen once.
+            # Recovery hands over a teacher whose blocks are compiled. Here each block is another call, with another
+            # place in `slots`, and every one would be compiled anew: 30 s of an H200, seen once.
             with torch.compiler.set_stance("force_eager"):
                 logits = self.steps[self.reach]()
         finally:
