@@ -280,7 +280,7 @@ def profiles(one: Measured) -> Iterator[str]:
                     f"Our kernels start {middle:+.2f} µs after the end of the kernel before them in the median"
                     f" ({low:+.2f} to {high:+.2f}); less than 0 means that they start before it has ended."
                     " Dependent launch lets them, but only once the kernel in front says so, and those that stand"
-                    " between the linears (norms, rotary embedding, activation, attention) say nothing until they end.\n"
+                    " between the linears (norms, rotary embedding, activation, attention) say nothing till they end.\n"
                 )
             own = sum(us for name, us, _ in found["largest"] if name in OUR_KERNELS)
             if own:
