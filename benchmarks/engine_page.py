@@ -365,7 +365,8 @@ def draw(one: Measured, path: Path) -> None:
                 bars.append((at + (place + 0.5) * width - 0.42, theirs / mine))
         left, height = [x for x, _ in bars], [y for _, y in bars]
         speed.bar(left, height, width=width * 0.94, color=colour, label=name, zorder=3)
-        for x, y in bars if kind in (RIVAL, "sparse24-int4") else ():
+        labelled = ("sparse24-int4", RIVAL) if len(one.kinds) < 5 else ("sparse24-int4",)  # more bars leave no room
+        for x, y in bars if kind in labelled else ():
             weight = "bold" if kind == "sparse24-int4" else "normal"
             speed.annotate(f"{y:.2f}", (x, y), (0, 2), "data", "offset points", ha="center", weight=weight)
     speed.axhline(1, color="#555555", linewidth=1, zorder=4)
