@@ -229,7 +229,7 @@ class HopperFamily:
         return plan(config, problem.tile_bytes, problem.k_tiles, room)
 
     def microseconds(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
-        """Estimated time. The constants are a fit to 1 526 launches on an H200 (9 % off on average, and what it picks
+        """Estimated time. The constants are a fit to 1 527 launches on an H200 (9 % off on average, and what it picks
         takes 0.6 % longer than the best; docs/facts.md). A k tile takes the slowest of three: the consumers, the
         memory's share of a multiprocessor, what a multiprocessor can take in."""
         shape, split, blocks = config.shape, config.split, config.blocks
