@@ -50,7 +50,8 @@ again, and the words here in `benchmarks/engine_page.py`.
   is the median over the windows, steps captured as CUDA graphs. Everything counts that a step takes, host work too.
 * **Prefill:** from handing over the prompts to the last of their first tokens, median of five.
 * **Requests:** all of them wait at the start; tokens of answers per second until the last is done, prompts and decode
-  steps mixed as the scheduler likes. The more is the better, in this one line.
+  steps mixed as the scheduler likes, after a queue of short answers to warm up. The more is the better, in this one
+  line.
 * **One machine, one process each.** The kinds of a geometry run one after another on the same GPU, each in a fresh
   process. Compilation mode 0: no Inductor, which fuses what lies between the linears and takes minutes.
 * **On several GPUs** (a heading then says how many): the model is cut over them, tensor parallel, a process for each,
