@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import tiny
 from spearfish import sparse24
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress
+from spearfish.compress.pipeline import _mixed
 from spearfish.compress.recover import GridLinear, Recovery, Settings, _Divergence, rate_at, tokens_that_fit
 from spearfish.errors import SpearfishError
 from spearfish.models import load_dense
@@ -165,6 +167,29 @@ def test_recovery_brings_the_predictions_back(place: Path, monkeypatch: pytest.M
         assert ((a | b).sum(1) <= 2)[(a.sum(1) == 2)].all()
     gain = "model.layers.0.input_layernorm.weight"
     assert not torch.equal(first.tensor(gain), second.tensor(gain))
+
+
+def test_prose_is_mixed_into_what_recovery_learns_on(place: Path, tmp_path: Path) -> None:
+    text, prose = str(place / "text.txt"), tmp_path / "more+prose.txt"
+    prose.write_text(f"{tiny.PROSE} " * 40)
+    tokenizer = load_dense(place / "dense").tokenizer()
+    own, other = (cut_windows(tokenizer, read_text(source), 256) for source in (text, str(prose)))
+    base = Recipe(group_size=64, method="magnitude", num_samples=4, seq_len=32, calibration=text, recover_steps=1)
+    for source, windows in ((text, len(own)), (str(prose), len(other)), (f"{text}+{prose}", None)):
+        report = compress(
+            place / "dense", tmp_path / "out", replace(base, recover_text=source), fast=False, overwrite=True
+        )
+        assert report.recover is not None and report.recover["source"] == source
+        learnt = report.recover["tokens_of_text"] // 256
+        assert learnt == windows if windows else len(own) < learnt <= len(own) + len(other)
+
+
+def test_prose_keeps_to_its_share_and_passes() -> None:
+    bulk, prose = torch.zeros(700, 2, dtype=torch.int64), torch.arange(1, 401)[:, None].expand(400, 2)
+    mixed = _mixed(bulk, prose, 0)
+    assert len(mixed) == 1000 and len(set(mixed[700:, 0].tolist())) == 300
+    mixed = _mixed(bulk, prose[:50], 0)
+    assert len(mixed) == 900 and (mixed[700:, 0].bincount()[1:] == 4).all()
 
 
 @pytest.mark.parametrize("table", [0.0, 1e-3])

@@ -84,7 +84,8 @@ def compress(
     recover_text: Annotated[
         str,
         typer.Option(
-            help="Text to learn from, as for --calibration; 'auto' is 'self' on a GPU and 'articles' elsewhere."
+            help="Text to learn from, as for --calibration; 'auto' is 'self' on a GPU and 'articles' elsewhere;"
+            " 'self+FILE' mixes prose into it."
         ),
     ] = "auto",
     to: Annotated[str, typer.Option("--to", help="Format to write, as for convert.")] = "marlin_24",

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 WRITING_SHARE = 0.25  # of the time for recovery, if the model writes the text for it
 MOST_WRITTEN = 1 << 24  # tokens
+PROSE_SHARE = 0.3  # of what recovery learns on, if prose is mixed into other text
+PROSE_PASSES = 4  # through the prose at most, for one through the other text
 
 WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
 # Where their outputs are added as they are. Gemma's pass a norm first; its writers do not answer for the stream.
@@ -248,7 +250,7 @@ def _recover(
     if walker.device.type == "cuda":
         free = int(0.9 * torch.cuda.mem_get_info(walker.device)[0])
         settings = replace(settings, tokens=tokens_that_fit(settings.tokens, settings.length, free, dense.config))
-    source = _text_of_recovery(recipe, walker.device)
+    source, prose = _text_of_recovery(recipe, walker.device)
     begin = time.perf_counter()
     if source == written.NAME:
         cut = _kept_text(work.path / CALIBRATION_TEXT)
@@ -268,6 +270,8 @@ def _recover(
         cut = text.cut_windows(dense.tokenizer(), text.read_text(source), settings.length)
     if not len(cut):
         raise SpearfishError(f"{source} is shorter than one window of {settings.length} tokens")
+    if prose:
+        cut = _mixed(cut, text.head(dense.tokenizer(), prose, len(cut), settings.length), recipe.seed)
     took = time.perf_counter() - begin
     recovery.settings = replace(settings, budget=max(settings.budget - took, 0.0))
     recovery.run(cut, work.path / "recovery.safetensors", progress)
@@ -276,7 +280,7 @@ def _recover(
             f"recovery: its {settings.budget:.0f} s were over before the first step, text took {took:.0f} s of them"
         )
     result.recover = recovery.summary() | {
-        "source": source,
+        "source": f"{source}+{prose}" if prose else source,
         "tokens_of_text": cut.numel(),
         "seconds_of_reading": took,
     }
@@ -301,7 +305,7 @@ def _calibration(
     text.refuse_long(recipe.seq_len, limit)
     model = dense.whole(device, torch.bfloat16 if fast else torch.float32)
     count = recipe.num_samples
-    if device.type == "cuda" and recipe.recover and _text_of_recovery(recipe, device) == written.NAME:
+    if device.type == "cuda" and recipe.recover and _text_of_recovery(recipe, device)[0] == written.NAME:
         count = max(count, written.AT_ONCE)  # takes hardly longer, and recovery learns on the rest
     tokens = _written(
         model, dense.tokenizer(), count, recipe.seq_len, recipe.seed, place / CALIBRATION_TEXT, None, progress,
@@ -310,11 +314,22 @@ def _calibration(
     return text.Windows(tokens[: recipe.num_samples], written.NAME)
 
 
-def _text_of_recovery(recipe: Recipe, device: torch.device) -> str:
-    """The source, "auto" resolved."""
-    if recipe.recover_text != "auto":
-        return recipe.recover_text
-    return written.NAME if device.type == "cuda" else "articles"
+def _text_of_recovery(recipe: Recipe, device: torch.device) -> tuple[str, str]:
+    """The source, "auto" resolved, and the one whose prose is mixed into it ("" for none), as in "self+notes.txt"."""
+    source, prose = recipe.recover_text, ""
+    if not Path(source).exists():  # a file's name may have a plus in it
+        source, _, prose = source.partition("+")
+    if source == "auto":
+        source = written.NAME if device.type == "cuda" else "articles"
+    return source, prose
+
+
+def _mixed(bulk: torch.Tensor, prose: torch.Tensor, seed: int) -> torch.Tensor:
+    """int64 [count, length]: all windows of the bulk, and so many of the prose as its share wants and its passes
+    allow."""
+    wanted = min(round(len(bulk) * PROSE_SHARE / (1 - PROSE_SHARE)), PROSE_PASSES * len(prose))
+    prose = prose[torch.randperm(len(prose), generator=torch.Generator().manual_seed(seed))]
+    return torch.cat((bulk, prose.repeat(PROSE_PASSES, 1)[:wanted]))
 
 
 def _kept_text(file: Path) -> torch.Tensor | None:

@@ -24,7 +24,8 @@ class Recipe:
 
     recover: seconds of distillation from the dense model afterwards, 0 for none; recover_steps counts its steps
     instead, so that two runs give the same. recover_text: what it learns on, as for calibration, or "auto": on a GPU
-    what the model writes itself, elsewhere "articles".
+    what the model writes itself, elsewhere "articles". "self+notes.txt" mixes the prose of another source into that,
+    three windows of ten.
 
     reconstruct: steps of training for each block, on its codes and scales, before the next is begun; 0 for none.
     catch_up: what share of all that was lost before a layer it is asked to make good: its target is then not what the
