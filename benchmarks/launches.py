@@ -4,7 +4,8 @@
     python benchmarks/launches.py 8192x8192 --m 128 --scheme int8-g128 --dtype bf16
 
 Each launch is checked against float64 before it is timed; weights rotate beyond the L2; the time is the median of five
-replays of a CUDA graph. One line for each configuration, the fastest of a point first, written after every point.
+replays of a CUDA graph, one of every configuration in turn, since a GPU slows down as it gets hot. One line for each
+configuration, the fastest of a point first, written after every point.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def measure(
         make = torch.Generator(device=device.torch_device).manual_seed(point.m)
         x = torch.randn((point.m, point.k), generator=make, device=device.torch_device).to(weights.dtype)
         known = check.truth(x, weights, "own")
-        problem, lines = problem_of(prepared, point.m), []
+        problem = problem_of(prepared, point.m)
+        lines: list[dict[str, Any]] = []
+        replays: list[Callable[[], float]] = []
         for way in family.candidates(problem, chip):
             if family.why_not(way, problem, chip) is not None:
                 continue
@@ -61,11 +64,13 @@ def measure(
             if not error <= check.TOLERANCE[x.dtype]:
                 raise SystemExit(f"error: {point}: {way} is wrong, relative error {error:.1e}")
             calls = [partial(launch, x, stream, prepared.column_scale, None, y) for stream in streams]
-            replay = per_call(device, calls)
-            us = median(replay() for _ in range(5))
             found = {field.name: getattr(way, field.name) for field in fields(way) if field.name != "shape"}
             shape = {field.name: getattr(way.shape, field.name) for field in fields(way.shape)}
-            lines.append({"k": point.k, "n": point.n, "m": point.m, **(shape | found), "us": us, "error": error})
+            lines.append({"k": point.k, "n": point.n, "m": point.m, **(shape | found), "us": 0.0, "error": error})
+            replays.append(per_call(device, calls))
+        times = [[replay() for replay in replays] for _ in range(5)]
+        for line, taken in zip(lines, zip(*times, strict=True), strict=True):
+            line["us"] = median(taken)
         keep(sorted(lines, key=lambda line: float(line["us"])))
 
 

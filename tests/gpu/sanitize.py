@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 # Tool, families, options of sanitizer_set.py. Racecheck by family: it may not know all that one of them uses.
 RUNS = (
     ("racecheck", "portable", ("--few",)),
-    ("racecheck", "hopper", ("--few",)),
+    ("racecheck", "hopper", ("--few", "--every-lane")),
     ("memcheck", "portable unpack", ()),
     ("memcheck", "hopper", ()),
     ("initcheck", "portable unpack", ()),
@@ -110,6 +110,8 @@ def main() -> None:
         parser.error("compute-sanitizer is not installed; it comes with the CUDA toolkit")
     head = facts()
     compiled = output_of(str(HERE / "sanitizer_set.py"), "--compile")
+    if "racecheck" in arguments.tools:
+        output_of(str(HERE / "sanitizer_set.py"), "--compile", "--every-lane")
     print(f"{head['gpu']}, {head['sanitizer']}, commit {head['commit']}; {compiled}", flush=True)
     jobs = []
     for tool, families, options in RUNS:

@@ -2,13 +2,14 @@
 
 `make sanitize` (tests/gpu/sanitize.py) runs this file under every tool. Alone, without a tool, it is a quick test:
 
-    PYTHONPATH=src python tests/gpu/sanitizer_set.py [--families portable hopper unpack] [--few] [--seconds 30]
+    PYTHONPATH=src python tests/gpu/sanitizer_set.py [--families portable hopper unpack] [--seconds 30]
 
 What is not ours stays out, so that the tools have little to look at: weights are made, rounded and compared on the CPU,
 and only the kernels themselves run. Torch's caching allocator is off: each tensor is an allocation of its own, and one
-byte too far is seen. `--few` is for racecheck, which is slow: the kinds that differ in more than how a register is
-unpacked. The order is random, so that a run that `--seconds` cuts off has met a bit of everything. The last line is
-JSON: cases and launches.
+byte too far is seen. The order is random, so that a run that `--seconds` cuts off has met a bit of everything. Two
+options are for racecheck: `--few`, since it is slow, the kinds that differ in more than how a register is unpacked; and
+`--every-lane`, since it does not always see that the lanes of a warp have met before one of them gives a stage of the
+ring back: then each lane says so itself. The last line is JSON: cases and launches.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gpu_reference import ROUNDING, compile_all, expect, random_weight
 from torch.nn import functional
 
 from spearfish import reference
-from spearfish.kernels import jit
+from spearfish.kernels import hopper, jit
 from spearfish.kernels.choose import families
 from spearfish.kernels.config import Chip, Problem, chip_of
 from spearfish.kernels.prepare import PreparedWeight, to_stream
@@ -181,15 +182,23 @@ def plant(tool: str) -> None:
     torch.cuda.synchronize()
 
 
+def let_every_lane_arrive() -> None:
+    made = hopper._macros
+    hopper._macros = lambda shape, problem: (*made(shape, problem), ("EVERY_LANE_ARRIVES", 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     names = [family.name for family in families()]
     parser.add_argument("--families", nargs="+", choices=names, default=names, help="whose kernels to run")
     parser.add_argument("--few", action="store_true", help="a few cases, for racecheck")
+    parser.add_argument("--every-lane", action="store_true", help="every lane gives stages back, for racecheck")
     parser.add_argument("--seconds", type=float, default=30, help="begin no case after that time")
     parser.add_argument("--compile", action="store_true", help="only compile all kernels, before a tool slows it down")
     parser.add_argument("--plant", choices=("memcheck", "initcheck", "synccheck", "racecheck"), help="only a fault")
     arguments = parser.parse_args()
+    if arguments.every_lane:
+        let_every_lane_arrive()
     if arguments.compile:
         print(compile_all())
         return

@@ -70,7 +70,7 @@ class HopperShape:
     @property
     def may_be_even(self) -> bool:
         """Whether blocks may run from one output into the next."""
-        return not self.is_decode and self.m_tiles == self.groups == 1
+        return not self.is_decode and self.groups == 1
 
     @property
     def stage_tiles(self) -> int:
@@ -198,9 +198,11 @@ class HopperFamily:
                 continue
             splits = (1, 2, 4, 8) if shape.is_decode else (1, 2, 4)
             found += [HopperConfig(shape, split, blocks) for split in splits for blocks in range(1, shape.blocks + 1)]
-            # Where whole outputs leave multiprocessors idle in the last turn.
+            # Where whole outputs leave multiprocessors idle in the last turn. Not with more than two blocks of tokens:
+            # these read the same weights, and no longer at the same time.
             outputs = _outputs(shape, problem)
-            uneven = outputs % chip.multiprocessors and chip.multiprocessors / 4 < outputs < 4 * chip.multiprocessors
+            uneven = outputs % chip.multiprocessors and chip.multiprocessors < outputs < 4 * chip.multiprocessors
+            uneven = uneven and problem.m <= 2 * shape.tokens
             if uneven and shape.may_be_even:
                 found.append(HopperConfig(shape, even=True))
         return found
@@ -216,8 +218,8 @@ class HopperFamily:
             return f"it takes multiples of 64 k, not {problem.k}"
         if problem.k_tiles // config.split < config.shape.groups:
             return f"{config} leaves a warpgroup without a k tile of {problem.k_tiles}"
-        if config.even and _outputs(config.shape, problem) * problem.k_tiles < 4 * chip.multiprocessors:
-            return f"{config}: too few k tiles to share out"
+        if config.even and _outputs(config.shape, problem) < chip.multiprocessors:
+            return f"{config}: less than one output for each of {chip.multiprocessors} multiprocessors"
         if self._plan(config, problem, chip) is None:
             return f"{config} does not fit {chip.shared_per_block} bytes of shared memory"
         return None

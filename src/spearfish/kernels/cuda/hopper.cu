@@ -8,9 +8,9 @@
 //                   unpacks while another multiplies.
 //   cluster         SPLIT blocks share one output tile, each with its own range of k, and add their partial sums
 //                   through distributed shared memory
-//   even            or else all k tiles of all outputs, in one row, are shared out evenly: a block begins with the end of
-//                   an output, whose sums it leaves in global memory, and ends with the beginning of another, to which it
-//                   adds what the next block left there long before
+//   even            or else all k tiles of all outputs, in one row, are shared out evenly, to a block more than one
+//                   output has: it begins with the end of an output, whose sums it leaves in global memory, and ends
+//                   with the beginning of another, from the sums that the next block left there long before
 //
 // The consumers' loop in chunks of four wgmmas, one weight tile: while a chunk is multiplied, the next is unpacked into
 // the other half of the A registers. Below 128 tokens the issue of instructions matters most, so the loop has as few as
@@ -24,7 +24,14 @@
 constexpr int kTokens = TOKENS;
 constexpr int kMTiles = M_TILES;
 constexpr int kGroups = GROUPS;
-constexpr bool kEven = M_TILES == 1 && GROUPS == 1;  // may share out k evenly; two m tiles lack the registers for it
+constexpr bool kEven = GROUPS == 1;  // may share out k evenly
+// Lanes of a warp that give a stage back: one, after all have met, is enough. For compute-sanitizer's racecheck, which
+// does not always see that meeting, all do.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArriving = 32;
+#else
+constexpr int kArriving = 1;
+#endif
 constexpr int kWarpgroups = N_TILES * kGroups;
 constexpr int kConsumerWarps = 4 * kWarpgroups;
 constexpr int kThreads = 32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers
@@ -135,7 +142,8 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
         for (int chunk = 0; chunk < kMTiles; ++chunk) {
             const int buffer = (first + chunk) % 2;
             const bool ends = chunk + 1 == kMTiles;
-            const int next_stage = ends ? stage : current, next_chunk = ends ? 0 : chunk + 1;
+            // After the last chunk of all this reads again what is there: nobody uses it.
+            const int next_stage = ends && more ? stage : current, next_chunk = ends ? 0 : chunk + 1;
             multiply(buffer, current, chunk);
             // The chunk before is over: its registers and its stage are free. Where the ring has but two stages for a
             // group, that has to come before the wait for the next; else after the next reads are on their way.
@@ -144,12 +152,12 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
                 wgmma_wait<1>();
                 if (chunk == 0 && previous >= 0) {
                     __syncwarp();  // every lane has read
-                    if (lane == 0) barrier_arrive(at.empty + 8 * previous);
+                    if (lane < kArriving) barrier_arrive(at.empty + 8 * previous);
                 }
             };
             if (kFreeFirst) free_previous();
             if (ends && more) barrier_wait(at.full + 8 * stage, phase);
-            read(next_stage, next_chunk);  // after the last chunk this reads what nobody uses
+            read(next_stage, next_chunk);
             if (!kFreeFirst) free_previous();
             read_meta(buffer ^ 1, next_stage, next_chunk);
             unpack(buffer ^ 1, next_stage, next_chunk);
@@ -171,20 +179,21 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
     if (kTurn > 1 && i < count) step(0, false);
     wgmma_wait<0>();
     __syncwarp();
-    if (lane == 0) barrier_arrive(at.empty + 8 * previous);
+    if (lane < kArriving) barrier_arrive(at.empty + 8 * previous);
 }
 
 // Where a block's things are in shared memory, and its share of the work: `k_count` k tiles from `k_begin`, each a
-// stage, for the outputs `first`, `first` + `stride`, ..., from k tile `skipped` of the first on, `units` stages at most.
+// stage, for the outputs `first`, `first` + `stride`, ..., of the first without `skipped`, `units` stages at most, so
+// that `last_count` are left for output `last`.
 struct Block {
     u32 sh_full, sh_empty, sh_reduced, sh_x, sh_w, sh_out;
-    int weight_stage, k_rank, k_begin, k_count, outputs, first, stride, skipped, units;
+    int weight_stage, k_rank, k_begin, k_count, outputs, first, stride, skipped, units, last, last_count;
 
     __device__ __forceinline__ explicit Block(const Params& p, const void* shared) {
         // Read anew each time: what is made of it need not lie in registers through the main loop.
-        int index;
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-        weight_stage = kBlockTiles * p.tile_bytes;
+        int index, tile_bytes = p.tile_bytes;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index), "+r"(tile_bytes));
+        weight_stage = kBlockTiles * tile_bytes;
         sh_full = shared_address(shared), sh_empty = sh_full + 8 * kMaxStages, sh_reduced = sh_empty + 8 * kMaxStages;
         sh_x = sh_full + 1024;  // boxes want this alignment
         sh_w = sh_x + p.stages * kXStageBytes;
@@ -196,11 +205,12 @@ struct Block {
         k_begin = p.k_tiles * k_rank >> log_split;
         k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
         outputs = p.n_blocks * p.token_blocks, first = index >> log_split, stride = gridDim.x >> log_split;
-        skipped = 0, units = 0x7fffffff;
+        skipped = 0, units = 0x7fffffff, last = -1, last_count = 0;
         if (kEven && p.units) {
             const int begin = index * p.units + min(index, p.spare);
             units = p.units + (index < p.spare);
             first = begin / p.k_tiles, skipped = begin - first * p.k_tiles, stride = 1;
+            last = (begin + units) / p.k_tiles, last_count = begin + units - last * p.k_tiles;
         }
     }
     // The block's `turn`-th output: `count` of its k tiles from `from` on. False if there is none.
@@ -237,23 +247,28 @@ __device__ __forceinline__ void leave_sums(const Params& p, const float (&acc)[k
     if (threadIdx.x == 0) store_release(p.arrived + blockIdx.x, p.ticket);
 }
 
-// The beginning of an output, `count` k tiles, gets what the next blocks have of the rest, in their order. They began
-// with it. Flags are left cleared.
-__device__ __forceinline__ void take_sums(const Params& p, float (&acc)[kMTiles][kTokens / 2], int count) {
-    for (int from = blockIdx.x + 1; count < p.k_tiles; ++from) {
+// The beginning of an output starts from what the next block has left of its end, which it began with: long ago, as a
+// block has more k tiles than an output. Where there is nothing to take, the accumulators stay as they are. The loads
+// are predicated rather than branched around: where two ways meet the compiler would copy accumulators in the midst of
+// wgmmas. The flag is left cleared.
+__device__ __forceinline__ void take_sums(const Params& p, float (&acc)[kMTiles][kTokens / 2], bool takes) {
+    const int from = blockIdx.x + 1;
+    if (takes) {
         if (threadIdx.x == 0) {
             while (load_acquire(p.arrived + from) != p.ticket) __nanosleep(20);
             p.arrived[from] = 0;
         }
         consumer_sync<32 * kConsumerWarps>();
-        const float4* at = reinterpret_cast<const float4*>(p.partial) + from * (kBlockN * kTokens / 4) + threadIdx.x;
+    }
+    const float4* at = reinterpret_cast<const float4*>(p.partial) + from * (kBlockN * kTokens / 4) + threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
-            const float4 v = __ldcg(at + i * 32 * kConsumerWarps);
-            float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
-            d[0] += v.x, d[1] += v.y, d[2] += v.z, d[3] += v.w;
-        }
-        count += p.units + (from < p.spare);
+    for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
+        float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "l"(at + i * 32 * kConsumerWarps), "r"(static_cast<int>(takes))
+            : "memory");
     }
 }
 
@@ -293,28 +308,27 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
     u32 phase = 0;
     for (int turn = 0;; ++turn) {
         int output, from, count, n_block, token0;
-        if (!Block(p, shared).part(turn, output, from, count)) break;
+        const Block now(p, shared);
+        if (!now.part(turn, output, from, count)) break;
 #pragma unroll
         for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
             for (int j = 0; j < kTokens / 2; ++j) acc[i][j] = 0.f;
+        if constexpr (kEven) take_sums(p, acc, !from && count < now.k_count);
 
         // Every kGroups-th stage; at least one, as the host sees to.
         multiply_tiles<kScales>(acc, at, magic, (count - group + kGroups - 1) / kGroups, stage, phase);
 
+        // ------------------------------------------------------------------------------------------------ epilogue
         const Block b(p, shared);
         const Consumer me;
         const int lane = me.lane, warp4 = me.warp4, gq = me.gq, first_row = me.first_tile * 64;  // of the block's rows
         b.part(turn, output, from, count);
-        if constexpr (kEven) {
+        if constexpr (kEven)
             if (from) {
                 leave_sums(p, acc);
                 continue;
             }
-            if (count < b.k_count) take_sums(p, acc, count);
-        }
-
-        // ------------------------------------------------------------------------------------------------ epilogue
         b.place(p, output, n_block, token0);
         const int column0 = n_block * kBlockN;
         if (kGroups > 1 || cluster.several()) {  // one output a cluster
@@ -389,9 +403,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     // turns by one bit. Lane i copies the block's weight tile i, lane 0 also fetches x.
     const int producer = warp - kConsumerWarps;
     const int begun = min(min(p.stages, 4), min(b.k_count - b.skipped, b.units));  // stages, asked for at once
-    int n_block = 0, token0 = 0;
+    int n_block = 0, token0 = 0, shift = b.skipped;
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    // Which k tile the `i`-th of an output is. All blocks go through k in step, so that they want the same of x at the
+    // same time, wherever in the row of all k tiles they begin.
+    auto tile_of = [&](int i) {
+        const int tile = i - shift;
+        return b.k_begin + (kEven && tile < 0 ? tile + b.k_count : tile);
+    };
     auto send_weights = [&](int i, int stage) {
         const i64 row = min(n_block * kBlockTiles + lane, p.n_tiles - 1);
         const u32 full = b.sh_full + 8 * stage;
@@ -399,19 +419,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         __syncwarp();
         if (lane < kBlockTiles)
             copy_weights(b.sh_w + stage * b.weight_stage + lane * p.tile_bytes,
-                         p.stream + (row * p.k_tiles + b.k_begin + i) * p.tile_bytes, p.tile_bytes, full, policy);
+                         p.stream + (row * p.k_tiles + tile_of(i)) * p.tile_bytes, p.tile_bytes, full, policy);
     };
     auto send_x = [&](int i, int stage) {
-        copy_x(b.sh_x + stage * kXStageBytes, &p.x_map, token0, (b.k_begin + i) * (TILE_K / 64), b.sh_full + 8 * stage);
+        copy_x(b.sh_x + stage * kXStageBytes, &p.x_map, token0, tile_of(i) * (TILE_K / 64), b.sh_full + 8 * stage);
     };
     if (producer >= 0) {
-        if (lane == 0 && producer < p.stages) barrier_init(b.sh_full + 8 * producer, 1);
+        const int place = producer < p.stages ? producer : kSpareBarriers + 4 + producer;  // init_barriers says why
+        if (lane == 0) barrier_init(b.sh_full + 8 * place, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        __syncwarp();
         // Weights do not depend on the kernel before this one: the first are asked for at once.
         b.place(p, b.first, n_block, token0);
         if (producer < begun) send_weights(b.skipped + producer, producer);
     } else {
-        init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES);  // 4 * N_TILES: the warps of one group
+        init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES * kArriving);  // by the warps of one group
     }
     __syncthreads();
     cluster.arrive_at_start();
@@ -430,7 +452,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         for (int i = b.skipped + producer, units = b.units - producer;;) {
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
             if (output >= b.outputs || units <= 0) break;
-            if (output != placed) b.place(p, placed = output, n_block, token0);
+            if (output != placed) {
+                b.place(p, placed = output, n_block, token0);
+                // The next block begins with the first k tiles of the last output.
+                if (kEven && output == b.last) shift = b.last_count;
+            }
             if (!sent) {
                 barrier_wait(b.sh_empty + 8 * stage, phase);
                 send_weights(i, stage);
@@ -443,8 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         }
         __syncwarp();
         cluster.before_sums();
-        cluster.arrive_at_end();
-        cluster.wait_at_end();
+        cluster.stay();
         return;
     }
 
@@ -461,6 +486,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
     else
         consume<0>(p, shared, cluster);
 #endif
-    __syncwarp();
-    cluster.wait_at_end();
 }

@@ -160,8 +160,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     };
     if (warp == kConsumerWarps) {
         if (lane == 0) prefetch_map(&p.x_map);
-        for (int stage = 0; stage < ahead; ++stage)
-            if (lane == 0) barrier_init(sh_full + 8 * stage, 1);
+        if (lane == 0)
+#pragma unroll 1  // as in init_barriers
+            for (int stage = 0; stage < ahead; ++stage) barrier_init(sh_full + 8 * stage, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
         // Weights do not depend on the kernel before this one: the first are asked for at once, then x.
@@ -187,8 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
         }
         __syncwarp();
         cluster.before_sums();
-        cluster.arrive_at_end();
-        cluster.wait_at_end();
+        cluster.stay();
         return;
     }
 
@@ -234,6 +234,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     const int column0 = n_block * kBlockN;
     sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
         p, cluster, acc, sh_x, sh_reduced, k_rank, group, first_tile * 64 + warp4 * 16, column0, token0);
-    __syncwarp();
-    cluster.wait_at_end();
 }
