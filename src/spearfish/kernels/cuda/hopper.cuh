@@ -203,9 +203,9 @@ __device__ __forceinline__ void scale_rows(u32 (&a)[4], u32 s0, u32 s1) {
 // ---------------------------------------------------------------------------------------- cluster barriers, in order
 //
 // Every thread of a cluster passes the same barriers but for the last: at the start, if what neighbours send arrives
-// beside the ring and may come before it is done; after the ring, if it arrives where the ring was; at the end, since no
-// block may be gone while a neighbour still sends to it or what it sends is under way. There only producers wait, which
-// keeps their block in place: consumers leave when they have all sums, and who has left counts as arrived.
+// beside the ring and may come before it is done; after the ring, if it arrives where the ring was; at the end, since
+// no block may be gone while a neighbour still sends to it or what it sends is under way. There only producers wait,
+// which keeps their block in place: consumers leave when they have all sums, and who has left counts as arrived.
 
 struct Cluster {
     int split, overlaid;
