@@ -19,6 +19,7 @@ from spearfish.bench.ceilings import first_line
 from spearfish.bench.device import Device, Replay, per_call, sustained
 from spearfish.bench.implementations import Implementation, Prepared, dtype_of
 from spearfish.bench.problems import Point, Weights
+from spearfish.errors import UnsupportedError
 
 Say = Callable[[str], None]
 
@@ -153,6 +154,8 @@ class _Layer:
             reason = step()
             self.device.synchronize()
             return reason
+        except UnsupportedError as error:  # no failure: it does not take this; the last line says why
+            return str(error).strip().splitlines()[-1].strip()
         except Exception as error:  # noqa: BLE001  # whatever a rival raises is a result
             reason = f"failed: {first_line(error)}"
         self._prepared.setdefault(one.name, reason)
