@@ -11,13 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from golden_files import golden_files
 from spearfish import sparse24
 from spearfish.errors import UnsupportedError
 from spearfish.formats import FORMATS, Declared, transforms
 from spearfish.reference import dequantize
 from spearfish.scheme import QuantWeight
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ def load(path: Path) -> Golden:
 
 
 def golden(pattern: str) -> pytest.MarkDecorator:
-    """Parametrise `case` over the files that match; an empty match is a mistake."""
-    files = sorted(GOLDEN.glob(pattern))
-    assert files, pattern
-    return pytest.mark.parametrize("case", [pytest.param(load(file), id=file.stem) for file in files])
+    """Parametrise `case` over the files that match."""
+    return pytest.mark.parametrize("case", [pytest.param(load(file), id=file.stem) for file in golden_files(pattern)])
 
 
 def round_trip(form: str, tensors: dict[str, torch.Tensor], declared: Declared | None = None) -> QuantWeight:
@@ -187,7 +184,7 @@ WORKED = [
 def test_worked_example(
     quad: int, n: int, codes: tuple[int, ...], place: tuple[int, int, tuple[int, int]], meta: tuple[int, ...]
 ) -> None:
-    case = load(GOLDEN / "marlin24_w4_g128_k256_n256.safetensors")
+    case = load(golden_files("marlin24_w4_g128_k256_n256.safetensors")[0])
     row, word, shifts = place
     bits = int(case.tensors["B_24"][row, word])
     nibble = meta[3]

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import spearfish
+from golden_files import golden_files
 from spearfish import sparse24
 from spearfish.checkpoint import convert, inspect, open_checkpoint, verify
 from spearfish.checkpoint.conversion import ConvertReport
@@ -23,7 +24,7 @@ from spearfish.errors import FormatError
 from spearfish.formats import transforms
 from spearfish.integrations import transformers as guest
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "llm_compressor_w4_g32.safetensors"
+(GOLDEN,) = golden_files("llm_compressor_w4_g32.safetensors")
 LAYERS = 7
 
 

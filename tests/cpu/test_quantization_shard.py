@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from golden_files import golden_files
 from spearfish import sparse24
 from spearfish.errors import ShapeError, UnsupportedError
 from spearfish.formats import FORMATS, Declared, transforms
@@ -169,7 +168,7 @@ def test_a_border_inside_a_group_makes_smaller_groups() -> None:
 
 
 def test_a_file_without_rows_to_cut_is_read_whole() -> None:
-    tensors = load_file(Path(__file__).parents[1] / "golden" / "ct_sparsebitmask_fp16_n256_k256.safetensors")
+    tensors = load_file(golden_files("ct_sparsebitmask_fp16_n256_k256.safetensors")[0])
     tensors = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
     form = FORMATS["ct-sparse-bitmask"]
     locals_ = {name: tensors[name] for name in ("shape", "compressed", "bitmask", "row_offsets")}

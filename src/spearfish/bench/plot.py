@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _STYLES = {
 }
 _GREY = "#555555"
 _DPI = 110
+KINDS = ("speedup", "roofline", "layers")
 
 
 def _pyplot() -> Any:
@@ -38,8 +40,8 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def draw_all(found: Sequence[Results], folder: Path, note: str = "") -> list[Path]:
-    """Draw every plot of every file into `folder`/<gpu>/, with `note` at the head of each. Returns the paths."""
+def draw_all(found: Sequence[Results], folder: Path, note: str = "", kinds: Sequence[str] = KINDS) -> list[Path]:
+    """Draw the plots of every file into `folder`/<gpu>/, with `note` at the head of each. Returns the paths."""
     paths = []
     for results in found:
         here = [row for row in rows(results) if row.cublas is not None]
@@ -48,8 +50,8 @@ def draw_all(found: Sequence[Results], folder: Path, note: str = "") -> list[Pat
         base = folder / slug(results.gpu)
         base.mkdir(parents=True, exist_ok=True)
         stem = f"{scheme_name(results.scheme)}-{results.dtype}"
-        for name, draw in (("speedup", _speedup), ("roofline", _roofline), ("layers", _layers)):
-            figure = draw(here, results)
+        for name in kinds:
+            figure = _DRAW[name](here, results)
             if note:
                 figure.text(0.99, 0.99, note, ha="right", va="top", fontsize=8, color="#b00020")
             path = base / f"{stem}-{name}.png"
@@ -80,7 +82,10 @@ def _names(here: Sequence[Row]) -> list[str]:
 
 def _axes_over_tokens(axes: Any, tokens: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(m) for m in tokens])
+    # Labels of powers of two, and of others only where they have room.
+    powers = [m for m in tokens if m & (m - 1) == 0]
+    shown = [m for m in tokens if m in powers or all(abs(log2(m / power)) > 0.7 for power in powers)]
+    axes.set_xticks(shown, [str(m) for m in shown])
     axes.minorticks_off()
     axes.grid(True, color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -196,3 +201,6 @@ def _layers(here: Sequence[Row], results: Results) -> Any:
     figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="outside lower center", ncols=4)
     figure.suptitle(f"Times as fast as cuBLAS, by layer (k × n) over m · {_title(results)}", fontsize=13)
     return figure
+
+
+_DRAW = {"speedup": _speedup, "roofline": _roofline, "layers": _layers}

@@ -315,12 +315,14 @@ def _provenance(results: Results) -> str:
     lines = []
     for run in results.runs:
         count = sum(entry["run"] == run["id"] for entry in results.points)
+        kept_up = sum(entry.get("sustained_run") == run["id"] for entry in results.points)
+        points = f"{count} points" if count else f"{kept_up} points, kept up"
         versions, state = run["versions"], run["state"]["before"]
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in run["ceilings"]["rates"].items())
         read = run["ceilings"]["read"]
         bandwidth = f"{max(size / us for size, us in read) / 1e6:.2f} TB/s" if read else "not measured"
         lines.append(
-            f"* {run['date']}, commit {run['commit']}: {count} points; torch {versions.get('torch')}, CUDA"
+            f"* {run['date']}, commit {run['commit']}: {points}; torch {versions.get('torch')}, CUDA"
             f" {versions.get('cuda')}, driver {state.get('driver', '?')}; read {bandwidth}; sustained TFLOP/s:"
             f" {rates or '–'}"
         )

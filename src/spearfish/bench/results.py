@@ -8,7 +8,8 @@
 One file for all implementations of a (GPU, scheme, dtype), not one for each implementation and point: the times are
 comparable only within a run, a reviewer sees them side by side, and 126 points are one diff of 60 kB instead of a
 thousand files. A later run replaces the points that it measured again; the head of a run whose last point was replaced
-goes with it. So a table can be filled in several short runs, and every point says which one it came from.
+goes with it. So a table can be filled in several short runs, and every point says which one it came from; and as
+"sustained_run" which its kept-up times came from, if that was another.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Results:
 
     def text(self) -> str:
         """The file: readable heads, one line for each point."""
-        used = {entry["run"] for entry in self.points}
+        used = {entry[name] for entry in self.points for name in ("run", "sustained_run") if name in entry}
         head = {
             "format": FORMAT,
             "gpu": self.gpu,

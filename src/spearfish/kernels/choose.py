@@ -1,4 +1,5 @@
-"""Which kernel runs a product: of all candidates of all families, the legal one that its family thinks cheapest."""
+"""Which kernel runs a product: of all candidates of all families, the legal one that its family thinks cheapest, or two
+of them one after the other."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from spearfish.errors import UnsupportedError
 from spearfish.kernels.config import Chip, Family, Problem
 from spearfish.kernels.jit import ARCHITECTURES, Variant
+from spearfish.kernels.parts import PARTS
 
 # Modules of this package with a FAMILY. A family is tried on every chip and says itself where it cannot run.
 FAMILY_MODULES = ("hopper", "portable", "unpack")
@@ -34,10 +36,23 @@ def all_variants(arch: str) -> list[Variant]:
 
 
 def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, Any]:
-    """The family and configuration for `problem`; `only` names one family, "auto" takes any.
+    """The family and configuration for `problem`; `only` names one family, "auto" takes any, or two launches.
 
     Raises UnsupportedError that lists why each candidate cannot run.
     """
+    family, config = _best(problem, chip, only)
+    if only != "auto":
+        return family, config
+    cost = family.microseconds(config, problem, chip)
+    for in_two in PARTS.ways(problem, lambda part: _best(part, chip, only)):
+        both = PARTS.microseconds(in_two, problem, chip)
+        if both < cost:
+            cost, family, config = both, PARTS, in_two
+    return family, config
+
+
+def _best(problem: Problem, chip: Chip, only: str) -> tuple[Family, Any]:
+    """As `choose`, in one launch."""
     best: tuple[float, Family, Any] | None = None
     reasons: list[str] = []
     for family in families():
