@@ -42,7 +42,7 @@ def test_every_problem_has_a_configuration_that_fits(kind: str, n: int, k: int) 
 
 def test_what_arrives_from_neighbours_never_lies_on_what_is_sent() -> None:
     """Ring, own sums and received sums: apart where they fit, else over the ring but never over the own sums."""
-    for shape in shapes("int4_24", False):
+    for shape in shapes("int4_24"):
         for split in (2, 4, 8):
             found = plan(HopperConfig(shape, split), 3200, 64, H200.shared_per_block)
             if found is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -126,13 +126,12 @@ _KINDS = ("int4_24", "int8_24", "f16_24")
 _NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
 
 
-def shapes(kind: str, bf16: bool) -> tuple[HopperShape, ...]:
-    """The shapes compiled for a kind of weight and a dtype of activations."""
+def shapes(kind: str) -> tuple[HopperShape, ...]:
+    """The shapes compiled for a kind of weight."""
     if kind not in _KINDS:
         return ()
     if kind == "int4_24":
-        # One register too many for two blocks.
-        return tuple(replace(s, blocks=1) if bf16 and s.tokens == 16 else s for s in _SHAPES)
+        return _SHAPES
     # The wider of the two for many tokens: it reads x half as often.
     first: dict[int, HopperShape] = {}
     for shape in _SHAPES:
@@ -191,7 +190,7 @@ class HopperFamily:
         # All tokens in one block, or in two or four narrower ones.
         wanted = next((t for t in (8, 16, 32, 64) if problem.m <= t), 128)
         found = []
-        for shape in shapes(problem.kind, problem.bf16):
+        for shape in shapes(problem.kind):
             if shape.is_decode != (wanted <= 16) or shape.tokens > wanted:
                 continue
             if shape.tokens < wanted and (shape.is_decode or problem.m > 4 * shape.tokens):
@@ -351,7 +350,7 @@ class HopperFamily:
             jit.Variant(*_source(shape), ARCH, _macros(shape, Problem(kind, bf16, 1, 1, 1, 0, False)))
             for kind in KINDS
             for bf16 in (False, True)
-            for shape in shapes(kind, bf16)
+            for shape in shapes(kind)
         ]
 
 
