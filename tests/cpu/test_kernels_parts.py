@@ -12,7 +12,7 @@ from spearfish.bench.explain import explain
 from spearfish.bench.problems import Point, parse_scheme
 from spearfish.kernels.choose import choose
 from spearfish.kernels.config import CHIPS, Bound, Family, Problem
-from spearfish.kernels.parts import PARTS, InTwo
+from spearfish.kernels.parts import PARTS, InTwo, families_of
 
 H200 = CHIPS["sm_90"]
 
@@ -32,6 +32,8 @@ def test_tokens_just_beyond_whole_blocks_go_in_two(m: int, first: int) -> None:
     for part, chosen in zip(way.problems(problem(m)), (way.first, way.rest), strict=True):
         assert choose(part, H200) == chosen
     assert [part.m for part in way.problems(problem(m))] == [first, m - first]
+    assert [family.name for family in families_of((family, way))] == ["hopper", "hopper"]
+    assert families_of(way.first) == [way.first[0]]
 
 
 @pytest.mark.parametrize("m", [1, 64, 128, 256, 384, 1000, 1024, 4096])

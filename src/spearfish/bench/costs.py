@@ -27,6 +27,7 @@ from spearfish.kernels import jit
 from spearfish.kernels import matmul as kernels
 from spearfish.kernels.choose import choose
 from spearfish.kernels.config import Chip
+from spearfish.kernels.parts import families_of
 from spearfish.scheme import QuantScheme
 
 CHAIN_LAYERS = 32
@@ -41,10 +42,10 @@ def compile_table(points: Sequence[Point], chip: Chip) -> str:
     wanted: dict[jit.Variant, None] = {}
     for point in points:
         problem = problem_for(point)
-        family, _ = choose(problem, chip, kernels.kernel_choice())
-        families.add(family.name)
-        for arch in (chip.arch, f"{chip.arch}a"):
-            for variant in family.variants(arch):
+        for family in families_of(choose(problem, chip, kernels.kernel_choice())):
+            families.add(family.name)
+            found = [variant for arch in (chip.arch, f"{chip.arch}a") for variant in family.variants(arch)]
+            for variant in found:
                 if set(problem.weight_macros) <= set(variant.macros):
                     wanted[variant] = None
     body, totals = [], [0.0, 0.0]

@@ -39,6 +39,12 @@ class InTwo:
         return replace(problem, m=self.tokens), replace(problem, m=problem.m - self.tokens)
 
 
+def families_of(way: tuple[Family, Any]) -> list[Family]:
+    """Whose kernels run what `choose` has said: those of one family, or of both parts."""
+    family, config = way
+    return [config.first[0], config.rest[0]] if family is PARTS else [family]
+
+
 def _words(way: tuple[Family, Any]) -> str:
     return f"{way[0].name}: {way[1]}"
 
