@@ -367,10 +367,23 @@ def start_engine(model: Path, **options: Any) -> Any:
     return LLM(str(model), **options)
 
 
+def runs_dense_int4() -> bool:
+    """Whether vLLM has a kernel for dense 4-bit weights here: on a CPU only its build for AVX-512 does."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if torch.cuda.is_available():
+        return True
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+
 def serve(task: Task, folder: Path) -> Any:
     """vLLM on a model of random weights."""
     import torch
 
+    if task.weights.startswith("int4") and not runs_dense_int4():
+        raise SystemExit("error: vLLM's build for this CPU has no 4-bit kernel: it wants AVX-512; leave int4 out")
     block, sizes = BLOCKS[task.weights], GEOMETRIES[task.geometry]
     config = sizes.config() | ({} if block is None else {"quantization_config": block})
     (folder / "config.json").write_text(json.dumps(config))
