@@ -64,7 +64,8 @@ def test_the_table_meets_every_kernel() -> None:
     assert {case.n - TILE_N for case in cases} >= {-1, 0, 1}
     assert {case.k - TILE_K for case in cases} >= {-4, 0, 4, 64}
     few = {case.scheme for case in sanitizer_set.table(few=True)}
-    assert len(few) == 3 and all(run[2] == ("--few",) for run in sanitize.RUNS if run[0] == "racecheck")
+    assert len(few) == 3 and all("--few" in run[2] for run in sanitize.RUNS if run[0] == "racecheck")
+    assert all(("--every-lane" in run[2]) == (run[:2] == ("racecheck", "hopper")) for run in sanitize.RUNS)
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
