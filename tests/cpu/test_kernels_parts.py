@@ -29,11 +29,12 @@ def test_tokens_just_beyond_whole_blocks_go_in_two(m: int, first: int) -> None:
     in_one, config = choose(problem(m), H200, "hopper")
     assert PARTS.microseconds(way, problem(m), H200) < in_one.microseconds(config, problem(m), H200)
     # Each part is what would have been chosen for so many tokens alone.
-    for part, chosen in zip(way.problems(problem(m)), (way.first, way.rest), strict=True):
-        assert choose(part, H200) == chosen
-    assert [part.m for part in way.problems(problem(m))] == [first, m - first]
-    assert [family.name for family in families_of((family, way))] == ["hopper", "hopper"]
-    assert families_of(way.first) == [way.first[0]]
+    for *chosen, part in way.parts(problem(m)):
+        assert choose(part, H200) == tuple(chosen)
+    assert [tuple(chosen) for *chosen, _ in way.parts(problem(m))] == [way.first, way.rest]
+    assert [part.m for *_, part in way.parts(problem(m))] == [first, m - first]
+    assert [part.name for part in families_of(family, way)] == ["hopper", "hopper"]
+    assert families_of(*way.first) == [way.first[0]]
 
 
 @pytest.mark.parametrize("m", [1, 64, 128, 256, 384, 1000, 1024, 4096])

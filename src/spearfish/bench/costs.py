@@ -42,12 +42,11 @@ def compile_table(points: Sequence[Point], chip: Chip) -> str:
     wanted: dict[jit.Variant, None] = {}
     for point in points:
         problem = problem_for(point)
-        for family in families_of(choose(problem, chip, kernels.kernel_choice())):
+        for family in families_of(*choose(problem, chip, kernels.kernel_choice())):
             families.add(family.name)
-            found = [variant for arch in (chip.arch, f"{chip.arch}a") for variant in family.variants(arch)]
-            for variant in found:
-                if set(problem.weight_macros) <= set(variant.macros):
-                    wanted[variant] = None
+            for arch in (chip.arch, f"{chip.arch}a"):
+                fitting = (v for v in family.variants(arch) if set(problem.weight_macros) <= set(v.macros))
+                wanted |= dict.fromkeys(fitting)
     body, totals = [], [0.0, 0.0]
     for variant in wanted:
         cold = jit.compile_variant(variant, use_cache=False).seconds

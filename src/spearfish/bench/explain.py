@@ -59,14 +59,14 @@ def explain(point: Point, chip: Chip, most: int = 12) -> str:
         is_chosen = (way.family, way.config) == chosen
         if i < most or is_chosen:
             body.append((f"{way.family.name}: {way.config}", f"{way.microseconds:.1f}", "chosen" if is_chosen else ""))
+    others = len(able) - len(body)
     if chosen is not None and chosen[0] is PARTS:
         body.insert(0, (f"{PARTS.name}: {chosen[1]}", f"{PARTS.microseconds(chosen[1], problem, chip):.1f}", "chosen"))
     asked = "" if choice == "auto" else f", SPEARFISH_KERNEL={choice}"
     parts = [f"{point}, on {chip.arch} with {chip.multiprocessors} multiprocessors{asked}"]
     parts.append(table(("candidate", "estimated µs", ""), body) if body else "No candidate can run.")
-    shown = len(body) - any(line[0].startswith(f"{PARTS.name}:") for line in body)
-    if len(able) > shown:
-        parts.append(f"and {len(able) - shown} others, up to {able[-1].microseconds:.1f} µs")
+    if others:
+        parts.append(f"and {others} others, up to {able[-1].microseconds:.1f} µs")
     reasons: dict[str, int] = {}
     for way in ways:
         if way.why_not is not None:

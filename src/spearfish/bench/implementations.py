@@ -18,7 +18,7 @@ from spearfish.bench.problems import DTYPES, Point, Weights
 from spearfish.errors import UnsupportedError
 from spearfish.kernels import matmul as kernels
 from spearfish.kernels.choose import choose, families
-from spearfish.kernels.config import Chip, Family, Problem, chip_of
+from spearfish.kernels.config import Chip, Family, Problem, Runner, chip_of
 from spearfish.kernels.prepare import PreparedWeight
 
 WeightKind = Literal["own", "codes", "full"]
@@ -109,7 +109,7 @@ class Spearfish:
 
         return Prepared(call, prepared.nbytes, how)
 
-    def _pick(self, problem: Problem, chip: Chip) -> tuple[Family, Any]:
+    def _pick(self, problem: Problem, chip: Chip) -> tuple[Runner, Any]:
         if self.rank is None:
             return choose(problem, chip, self.family or "auto")
         ways = [way for way in ranked(problem, chip) if way.why_not is None and self.family in (None, way.family.name)]

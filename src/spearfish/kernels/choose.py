@@ -8,7 +8,7 @@ from importlib import import_module, util
 from typing import Any
 
 from spearfish.errors import UnsupportedError
-from spearfish.kernels.config import Chip, Family, Problem
+from spearfish.kernels.config import Chip, Family, Problem, Runner
 from spearfish.kernels.jit import ARCHITECTURES, Variant
 from spearfish.kernels.parts import PARTS
 
@@ -35,20 +35,22 @@ def all_variants(arch: str) -> list[Variant]:
     return found
 
 
-def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Family, Any]:
-    """The family and configuration for `problem`; `only` names one family, "auto" takes any, or two launches.
+def choose(problem: Problem, chip: Chip, only: str = "auto") -> tuple[Runner, Any]:
+    """What runs `problem`, and its configuration: one family, or two launches (`parts.py`). `only` names a family,
+    "auto" takes any.
 
     Raises UnsupportedError that lists why each candidate cannot run.
     """
-    family, config = _best(problem, chip, only)
+    runner: Runner
+    runner, config = _best(problem, chip, only)
     if only != "auto":
-        return family, config
-    cost = family.microseconds(config, problem, chip)
+        return runner, config
+    cost = runner.microseconds(config, problem, chip)
     for in_two in PARTS.ways(problem, lambda part: _best(part, chip, only)):
         both = PARTS.microseconds(in_two, problem, chip)
         if both < cost:
-            cost, family, config = both, PARTS, in_two
-    return family, config
+            cost, runner, config = both, PARTS, in_two
+    return runner, config
 
 
 def _best(problem: Problem, chip: Chip, only: str) -> tuple[Family, Any]:

@@ -116,22 +116,26 @@ class Problem:
 Bound = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor], None]
 
 
-class Family(Protocol):
-    """A kernel with its configurations. Configurations are frozen, hashable and print well."""
+class Runner(Protocol):
+    """What can run a problem as some configuration of its own says; those are frozen, hashable and print well."""
 
     name: str
+
+    def microseconds(self, config: Any, problem: Problem, chip: Chip) -> float:
+        """Estimated time."""
+
+    def bind(self, config: Any, problem: Problem, device: int) -> Bound:
+        """Compile (or find) and load what it takes, and bind all that does not change from call to call."""
+
+
+class Family(Runner, Protocol):
+    """A kernel with its configurations."""
 
     def candidates(self, problem: Problem, chip: Chip) -> Sequence[Any]:
         """Every configuration worth weighing for this problem, legal or not."""
 
     def why_not(self, config: Any, problem: Problem, chip: Chip) -> str | None:
         """Why `config` cannot run `problem` on `chip`, or None."""
-
-    def microseconds(self, config: Any, problem: Problem, chip: Chip) -> float:
-        """Estimated time of a launch."""
-
-    def bind(self, config: Any, problem: Problem, device: int) -> Bound:
-        """Compile (or find) and load the kernel, and bind all that does not change from call to call."""
 
     def variants(self, arch: str) -> Sequence[Variant]:
         """All variants that may be used on `arch`, to compile ahead of time."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from spearfish.kernels.config import Bound, Chip, Family, Problem
-from spearfish.kernels.jit import Variant
+from spearfish.kernels.config import Bound, Chip, Family, Problem, Runner
 
 _BLOCK = 128  # tokens
 _WASTE = 1.1  # tokens that whole blocks hold for each that is there: below this it is not worth a thought
@@ -34,15 +33,10 @@ class InTwo:
     def __str__(self) -> str:
         return f"{self.tokens} tokens by {_words(self.first)}; then the rest by {_words(self.rest)}"
 
-    def problems(self, problem: Problem) -> tuple[Problem, Problem]:
-        """The two that `problem` becomes."""
-        return replace(problem, m=self.tokens), replace(problem, m=problem.m - self.tokens)
-
-
-def families_of(way: tuple[Family, Any]) -> list[Family]:
-    """Whose kernels run what `choose` has said: those of one family, or of both parts."""
-    family, config = way
-    return [config.first[0], config.rest[0]] if family is PARTS else [family]
+    def parts(self, problem: Problem) -> list[tuple[Family, Any, Problem]]:
+        """The two that `problem` becomes, each with its family and configuration."""
+        sizes = (self.tokens, problem.m - self.tokens)
+        return [(*way, replace(problem, m=m)) for way, m in zip((self.first, self.rest), sizes, strict=True)]
 
 
 def _words(way: tuple[Family, Any]) -> str:
@@ -50,7 +44,7 @@ def _words(way: tuple[Family, Any]) -> str:
 
 
 class Parts:
-    """Behaves as a family of kernels, but has none of its own; `choose` asks `ways`."""
+    """Runs an InTwo with the kernels of its parts."""
 
     name = "in two"
 
@@ -63,20 +57,12 @@ class Parts:
             InTwo(cut, best(replace(problem, m=cut)), best(replace(problem, m=problem.m - cut))) for cut in sorted(cuts)
         ]
 
-    def candidates(self, problem: Problem, chip: Chip) -> list[InTwo]:
-        return []
-
-    def why_not(self, config: InTwo, problem: Problem, chip: Chip) -> str | None:
-        return None
-
     def microseconds(self, config: InTwo, problem: Problem, chip: Chip) -> float:
         """The sum of both estimates, and a bit for doubt."""
-        both = zip((config.first, config.rest), config.problems(problem), strict=True)
-        return _DOUBT * sum(family.microseconds(way, part, chip) for (family, way), part in both)
+        return _DOUBT * sum(family.microseconds(way, part, chip) for family, way, part in config.parts(problem))
 
     def bind(self, config: InTwo, problem: Problem, device: int) -> Bound:
-        both = zip((config.first, config.rest), config.problems(problem), strict=True)
-        first, rest = (family.bind(way, part, device) for (family, way), part in both)
+        first, rest = (family.bind(way, part, device) for family, way, part in config.parts(problem))
         cut = config.tokens
 
         def run(
@@ -92,8 +78,10 @@ class Parts:
 
         return run
 
-    def variants(self, arch: str) -> list[Variant]:
-        return []
-
 
 PARTS = Parts()
+
+
+def families_of(runner: Runner, config: Any) -> list[Family]:
+    """Whose kernels run what `choose` has said: those of one family, or of both parts."""
+    return [config.first[0], config.rest[0]] if runner is PARTS else [cast(Family, runner)]
