@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import re
 import subprocess
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -167,27 +168,66 @@ def _kind(variant: jit.Variant) -> str:
 # ------------------------------------------------------------------------------------------ the chooser
 
 
-def _launches() -> dict[tuple[int, int, int], dict[tuple[int, ...], float]]:
+Points = dict[tuple[int, int, int], dict[HopperConfig, float]]
+
+
+def _launches(name: str) -> Points:
     """Measured microseconds of each problem (k, n, m), by configuration."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper" / "launches.csv"
-    found: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = {}
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper" / name
+    found: Points = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            way = tuple(int(row[name]) for name in ("tokens", "n_tiles", "m_tiles", "groups", "blocks", "split"))
-            way += (row["even"] == "True",)
+            cut = [int(row[name]) for name in ("tokens", "n_tiles", "m_tiles", "groups")]
+            shape = next(shape for shape in shapes("int4_24") if astuple(shape)[:4] == tuple(cut))
+            split, blocks, extras = int(row["split"]), int(row["blocks"]), int(row.get("extras", 0))
+            way = HopperConfig(shape, split, blocks, row["even"] == "True", extras)
             found.setdefault((int(row["k"]), int(row["n"]), int(row["m"])), {})[way] = float(row["us"])
     return found
 
 
 def test_the_chooser_takes_what_was_measured_to_be_fast() -> None:
     losses = []
-    for (k, n, m), times in _launches().items():
+    for (k, n, m), times in _launches("launches.csv").items():
         family, way = choose(problem(m, n, k), H200)
         assert family is FAMILY, (k, n, m)
-        shape = way.shape
-        taken = times[shape.tokens, shape.n_tiles, shape.m_tiles, shape.groups, way.blocks, way.split, way.even]
-        losses.append(taken / min(times.values()))
-        assert 0.75 < family.microseconds(way, problem(m, n, k), H200) / taken < 1.25, (k, n, m)
+        losses.append(times[way] / min(times.values()))
+        assert 0.75 < family.microseconds(way, problem(m, n, k), H200) / times[way] < 1.25, (k, n, m)
     assert len(losses) == 81
     assert max(losses) < 1.15
     assert sum(losses) / len(losses) < 1.015
+
+
+def test_extra_blocks_are_chosen_where_they_help() -> None:
+    losses, gains = [], []
+    for (k, n, m), times in _launches("extras.csv").items():
+        _, way = choose(problem(m, n, k), H200)
+        losses.append(times[way] / min(times.values()))
+        if way.extras:
+            gains.append(min(time for other, time in times.items() if not other.extras) / times[way])
+    assert len(losses) == 44
+    assert max(losses) < 1.15
+    assert sum(losses) / len(losses) < 1.03
+    assert len(gains) > 15
+    assert min(gains) > 0.95
+    assert sum(gains) / len(gains) > 1.1
+
+
+@pytest.mark.parametrize("kind", ["int4_24", "int8_24", "f16_24"])
+@pytest.mark.parametrize("m", [20, 64, 100])
+@pytest.mark.parametrize(("n", "k"), [(9216, 7168), (5120, 27648), (4600, 4160), (10240, 256)])
+def test_extra_blocks_have_work_and_room(kind: str, m: int, n: int, k: int) -> None:
+    asked = problem(m, n, k, kind)
+    found = [way for way in FAMILY.candidates(asked, H200) if way.extras]
+    assert bool(found) == (m <= 64 or kind == "int4_24")  # the others have one shape of 128 tokens, of two m tiles
+    for way in found:
+        outputs = -(-n // way.shape.block_n)
+        assert outputs * way.split + way.extras <= H200.multiprocessors
+        assert way.extras <= outputs  # each has an output
+        assert way.extras % way.split == 0  # whole clusters
+        if FAMILY.why_not(way, asked, H200) is None:
+            piece = FAMILY._piece(way, asked, H200)
+            assert piece % way.shape.groups == 0  # a stage of the ring is always the same group's
+            assert way.shape.groups <= piece < asked.k_tiles
+        else:
+            assert k < 7168
+    assert not any(way.extras for way in FAMILY.candidates(problem(1, n, k, kind), H200))

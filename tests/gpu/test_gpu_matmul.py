@@ -122,6 +122,31 @@ def test_every_configuration(family: str, scheme: QuantScheme, dtype: torch.dtyp
                 raise AssertionError(f"{config}: {error}") from error
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", [QuantScheme(4, 128), QuantScheme(4, 32), QuantScheme(8), QuantScheme(16)], ids=str)
+@pytest.mark.parametrize("n", [4600, 9208])
+def test_extra_blocks(n: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
+    """Layers that leave multiprocessors free, which the shapes of the other tests do not."""
+    (family,) = (f for f in families() if f.name == "hopper")
+    k, device, count = 4160, torch.cuda.current_device(), 0
+    weight = random_weight(scheme, n, k, dtype)
+    prepared, bias = prepare(weight, dtype=dtype), torch.randn(n, device="cuda").to(dtype)
+    for m in (20, 32, 50, 64, 100):
+        x = inputs(m, k, dtype, m)
+        problem = Problem(prepared.kind, dtype == torch.bfloat16, m, n, k, prepared.granules, prepared.has_zeros)
+        ways = [way for way in family.candidates(problem, chip_of(device)) if way.extras]
+        ways = [way for way in ways if family.why_not(way, problem, chip_of(device)) is None]
+        count += len(ways)
+        for way in ways:
+            bound, results = family.bind(way, problem, device), []
+            for _ in range(3):
+                results.append(poisoned(m, n, dtype))
+                bound(x, prepared.stream, prepared.column_scale, bias, results[-1])
+            check(results[0], x, weight, bias)
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), way
+    assert count or chip_of(device).capability != 90
+
+
 def test_extreme_codes_and_outliers() -> None:
     for scheme, dtype in itertools.product((QuantScheme(4, 128, False), QuantScheme(8, 32, False)), DTYPES):
         weight = random_weight(scheme, 256, 512, dtype, extreme=True)

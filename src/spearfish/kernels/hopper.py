@@ -24,11 +24,11 @@ _BARRIERS = 1024  # bytes of shared memory in front of the ring
 _MOST_STAGES = 32
 _STAGED_TOKENS = 32  # tokens that the epilogue of hopper.cu turns at a time
 
-# struct Params: the tensor map, six pointers and a ticket, seventeen ints; an alignment of 64 makes it 256 bytes.
+# struct Params: the tensor map, six pointers and a ticket, nineteen ints; an alignment of 64 makes it 320 bytes.
 _MAP_BYTES = 128
 _POINTERS = struct.Struct("<7Q")
-_INTS = struct.Struct("<17i")
-_PARAMS_BYTES = 256
+_INTS = struct.Struct("<19i")
+_PARAMS_BYTES = 320
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,20 @@ class HopperShape:
 @dataclass(frozen=True)
 class HopperConfig:
     """A shape; `split` blocks of a cluster share out k, `blocks` find room on a multiprocessor. `even`: all k tiles of
-    all outputs are shared out among as many blocks as there are multiprocessors; sums pass through global memory."""
+    all outputs are shared out among as many blocks as there are multiprocessors; sums pass through global memory.
+    `extras`: so many more blocks do the last k tiles of every output; their sums pass through global memory, too."""
 
     shape: HopperShape
     split: int = 1
     blocks: int = 1
     even: bool = False
+    extras: int = 0
 
     def __str__(self) -> str:
         s = self.shape
         kernel = "decode" if s.is_decode else "wgmma"
         ways = f"{s.groups} along k, k " + ("shared out evenly" if self.even else f"in {self.split}")
+        ways += f" with {self.extras} extra blocks" if self.extras else ""
         return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
@@ -121,6 +124,9 @@ _SHAPES = (
     HopperShape(128, 2, 2, 1),
 )
 _KINDS = ("int4_24", "int8_24", "f16_24")
+
+# us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to tried.csv)
+_LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 
 # ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
 _NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
@@ -156,7 +162,7 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
     """The deepest ring that fits `room` bytes beside the partial sums; None if too few stages fit."""
     shape = config.shape
     stage = shape.stage_bytes(weight_tile_bytes)
-    sums = shape.groups * config.split > 1
+    sums = shape.groups * config.split > 1 or config.extras > 0
     parts = 1 if shape.shares_tokens else shape.groups
     piece = shape.tokens * (shape.block_n // config.split + 4) * 4
     mine = parts * config.split * piece if sums else 0
@@ -204,6 +210,13 @@ class HopperFamily:
             uneven = uneven and problem.m <= 2 * shape.tokens
             if uneven and shape.may_be_even:
                 found.append(HopperConfig(shape, even=True))
+            # Not with wide tiles or several blocks of tokens: it takes as long as it saves.
+            if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens:
+                found += [
+                    HopperConfig(shape, split, extras=extras)
+                    for split in (1, 2)
+                    if (extras := _extras(outputs, split, chip))
+                ]
         return found
 
     def why_not(self, config: HopperConfig, problem: Problem, chip: Chip) -> str | None:
@@ -217,6 +230,10 @@ class HopperFamily:
             return f"it takes multiples of 64 k, not {problem.k}"
         if problem.k_tiles // config.split < config.shape.groups:
             return f"{config} leaves a warpgroup without a k tile of {problem.k_tiles}"
+        if config.extras:
+            piece = self._piece(config, problem, chip)
+            if min(piece, (problem.k_tiles - piece) // config.split) < config.shape.groups:
+                return f"{config}: {problem.k_tiles} k tiles are too few to share with extra blocks"
         if config.even and _outputs(config.shape, problem) < chip.multiprocessors:
             return f"{config}: less than one output for each of {chip.multiprocessors} multiprocessors"
         if self._plan(config, problem, chip) is None:
@@ -236,6 +253,28 @@ class HopperFamily:
         shape, split, blocks = config.shape, config.split, config.blocks
         outputs = _outputs(shape, problem)
         waves = outputs * split / chip.multiprocessors
+        step = self._k_tile(config, problem, chip) * -(-problem.k_tiles // split)
+        fill = 2.38 + 0.0145 * shape.tokens
+        if config.extras:
+            own = problem.k_tiles - self._piece(config, problem, chip)
+            return fill + self._k_tile(config, problem, chip) * own / split + _ADD_PIECE + _sums(config, problem)
+        if config.even:
+            return fill + step * outputs / chip.multiprocessors + 4.77 * shape.tokens * shape.block_n / 16384
+        if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
+            return fill + -(-outputs // chip.multiprocessors) * step
+        if split > 2 and not (split == 4 and blocks == 2):
+            # Clusters of more than two that fill a multiprocessor each leave some of the uneven GPCs idle.
+            waves *= chip.multiprocessors / (chip.multiprocessors // 12 * 11 - 1)
+        waves /= blocks
+        turns = max(1.0, 0.42 * waves + 0.58 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
+        total = turns * (fill + step)
+        total += _sums(config, problem)
+        return total
+
+    def _k_tile(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
+        """Microseconds of a multiprocessor for a k tile of all its blocks."""
+        shape, split, blocks = config.shape, config.split, config.blocks
+        waves = (_outputs(shape, problem) * split + config.extras) / chip.multiprocessors
         # Of a cluster, two blocks that find room on one multiprocessor land there.
         resident = 2 if blocks == 2 and split > 1 else min(blocks, math.ceil(waves))
         tiles = shape.n_tiles * shape.m_tiles
@@ -250,24 +289,14 @@ class HopperFamily:
             weights * busy * chip.multiprocessors / (1.01 * chip.bandwidth) / readers,
             (weights + resident * shape.tokens * TILE_K * 2) / 109,
         )
-        step = math.pow(sum(time**5.3 for time in times), 1 / 5.3) * -(-problem.k_tiles // split) / 1e3
-        fill = 2.38 + 0.0145 * shape.tokens
-        if config.even:
-            return fill + step * outputs / chip.multiprocessors + 4.77 * shape.tokens * shape.block_n / 16384
-        if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
-            return fill + -(-outputs // chip.multiprocessors) * step
-        if split > 2 and not (split == 4 and blocks == 2):
-            # Clusters of more than two that fill a multiprocessor each leave some of the uneven GPCs idle.
-            waves *= chip.multiprocessors / (chip.multiprocessors // 12 * 11 - 1)
-        waves /= blocks
-        turns = max(1.0, 0.42 * waves + 0.58 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
-        total = turns * (fill + step)
-        sums = min(shape.tokens, -(-problem.m // 8) * 8) * shape.block_n / 8192
-        if split > 1:
-            total += 0.27 + 0.093 * sums * (1 if shape.shares_tokens else shape.groups) * math.sqrt(split)
-        if shape.groups > 1:
-            total -= 0.83 * sums  # what the other constants have too much for them
-        return total
+        return math.pow(sum(time**5.3 for time in times), 1 / 5.3) / 1e3
+
+    def _piece(self, config: HopperConfig, problem: Problem, chip: Chip) -> int:
+        """k tiles of a piece, so that extra blocks and the others are done at about the same time."""
+        step, split, groups = self._k_tile(config, problem, chip), config.split, config.shape.groups
+        rounds = -(-_outputs(config.shape, problem) // config.extras)
+        piece = (problem.k_tiles / split - rounds * _LEAVE_PIECE / step) / (rounds + 1 / split)
+        return int(piece) // groups * groups
 
     def bind(self, config: HopperConfig, problem: Problem, device: int) -> Bound:
         shape, chip = config.shape, cut.chip_of(device)
@@ -278,10 +307,15 @@ class HopperFamily:
         n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
         token_blocks, cluster = -(-problem.m // shape.tokens), config.split
         units = spare = flag_bytes = work_bytes = 0
+        outputs, own = n_blocks * token_blocks, problem.k_tiles
         if shape.is_decode:
             grid = (n_blocks * cluster, token_blocks, 1)
-        elif cluster * shape.groups > 1:  # partial sums: one output for each cluster
-            grid = (n_blocks * token_blocks * cluster, 1, 1)
+        elif cluster * shape.groups > 1 or config.extras:  # partial sums: one output for each cluster
+            grid = (outputs * cluster + config.extras, 1, 1)
+            if config.extras:
+                own -= self._piece(config, problem, chip)
+                flag_bytes = -(-8 * outputs * cluster // 128) * 128
+                work_bytes = flag_bytes + 4 * outputs * shape.groups * shape.block_n * shape.tokens
         elif config.even:
             grid = (chip.multiprocessors, 1, 1)
             units, spare = divmod(n_blocks * token_blocks * problem.k_tiles, chip.multiprocessors)
@@ -305,7 +339,7 @@ class HopperFamily:
             _MAP_BYTES + _POINTERS.size,
             *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_blocks, token_blocks, problem.tile_bytes),
             *(problem.granules, config.split, found.stages, 2, 4 if problem.m < 4096 else 8),
-            *(found.received, int(found.overlaid), units, spare, 0),
+            *(found.received, int(found.overlaid), units, spare, config.extras, own, 0),
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
@@ -352,6 +386,26 @@ class HopperFamily:
             for bf16 in (False, True)
             for shape in shapes(kind)
         ]
+
+
+def _extras(outputs: int, split: int, chip: Chip) -> int:
+    """How many extra blocks find a free multiprocessor and something to do; 0 where there are few."""
+    free = chip.multiprocessors - outputs * split
+    if not chip.multiprocessors / 5 <= free < outputs * split:
+        return 0
+    rounds = -(-outputs // free)
+    return min(free, -(-outputs // rounds)) // split * split
+
+
+def _sums(config: HopperConfig, problem: Problem) -> float:
+    """Microseconds for adding up what groups and clusters have."""
+    shape, split, total = config.shape, config.split, 0.0
+    sums = min(shape.tokens, -(-problem.m // 8) * 8) * shape.block_n / 8192
+    if split > 1:
+        total += 0.27 + 0.093 * sums * (1 if shape.shares_tokens else shape.groups) * math.sqrt(split)
+    if shape.groups > 1:
+        total -= 0.83 * sums  # what the other constants have too much for them
+    return total
 
 
 def _outputs(shape: HopperShape, problem: Problem) -> int:

@@ -16,7 +16,7 @@ from spearfish.kernels.config import Bound, Chip, Family, Problem, Runner
 
 _BLOCK = 128  # tokens
 _WASTE = 1.1  # tokens that whole blocks hold for each that is there: below this it is not worth a thought
-_DOUBT = 1.05  # what two launches must be thought to save at least, for the estimates are not exact
+_DOUBT = 1.02  # what two launches must be thought to save at least, for the estimates are not exact
 
 # The best family and configuration for a problem.
 Best = Callable[[Problem], tuple[Family, Any]]

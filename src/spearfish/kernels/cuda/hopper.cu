@@ -11,6 +11,8 @@
 //   even            or else all k tiles of all outputs, in one row, are shared out evenly, to a block more than one
 //                   output has: it begins with the end of an output, whose sums it leaves in global memory, and ends
 //                   with the beginning of another, from the sums that the next block left there long before
+//   extra blocks    or else, on multiprocessors that the clusters leave free, blocks that do the last k tiles of all
+//                   outputs and leave their sums in global memory, where the clusters take them at the end
 //
 // The consumers' loop in chunks of four wgmmas, one weight tile: while a chunk is multiplied, the next is unpacked into
 // the other half of the A registers. Below 128 tokens the issue of instructions matters most, so the loop has as few as
@@ -24,7 +26,8 @@
 constexpr int kTokens = TOKENS;
 constexpr int kMTiles = M_TILES;
 constexpr int kGroups = GROUPS;
-constexpr bool kEven = GROUPS == 1;  // may share out k evenly
+constexpr bool kEven = GROUPS == 1;    // may share out k evenly
+constexpr bool kExtras = M_TILES == 1;  // may have extra blocks
 // Lanes of a warp that give a stage back: one, after all have met, is enough. For compute-sanitizer's racecheck, which
 // does not always see that meeting, all do.
 #ifdef EVERY_LANE_ARRIVES
@@ -188,6 +191,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
 struct Block {
     u32 sh_full, sh_empty, sh_reduced, sh_x, sh_w, sh_out;
     int weight_stage, k_rank, k_begin, k_count, outputs, first, stride, skipped, units, last, last_count;
+    bool extra;
 
     __device__ __forceinline__ explicit Block(const Params& p, const void* shared) {
         // Read anew each time: what is made of it need not lie in registers through the main loop.
@@ -200,11 +204,13 @@ struct Block {
         sh_out = (sh_w + p.stages * weight_stage + 127) & ~127u;
         // Powers of two throughout: a division would cost more than all the rest of the start. Not from %clusterid and
         // %nclusterid, which say nothing useful in a launch without clusters.
-        const int log_split = 31 - __clz(p.split);
-        k_rank = index & (p.split - 1);
-        k_begin = p.k_tiles * k_rank >> log_split;
-        k_count = (p.k_tiles * (k_rank + 1) >> log_split) - k_begin;
-        outputs = p.n_blocks * p.token_blocks, first = index >> log_split, stride = gridDim.x >> log_split;
+        extra = kExtras && index < p.extras;
+        const int place = extra ? index : index - p.extras, blocks = extra ? p.extras : gridDim.x - p.extras;
+        const int log_split = extra ? 0 : 31 - __clz(p.split), tiles = p.own_tiles;
+        k_rank = place & ((1 << log_split) - 1);
+        k_begin = extra ? tiles : tiles * k_rank >> log_split;
+        k_count = (extra ? p.k_tiles : tiles * (k_rank + 1) >> log_split) - k_begin;
+        outputs = p.n_blocks * p.token_blocks, first = place >> log_split, stride = blocks >> log_split;
         skipped = 0, units = 0x7fffffff, last = -1, last_count = 0;
         if (kEven && p.units) {
             const int begin = index * p.units + min(index, p.spare);
@@ -245,6 +251,62 @@ __device__ __forceinline__ void leave_sums(const Params& p, const float (&acc)[k
     }
     consumer_sync<32 * kConsumerWarps>();
     if (threadIdx.x == 0) store_release(p.arrived + blockIdx.x, p.ticket);
+}
+
+// Where a thread's sums of a piece lie, the share of an output that an extra block has: [output][group][octet of tokens
+// of an m tile][thread of the group], four floats each.
+__device__ __forceinline__ float4* piece_sums(const Params& p, int output, int group) {
+    return reinterpret_cast<float4*>(p.partial) + (output * kGroups + group) * (kBlockN * kTokens / 4) +
+           threadIdx.x % (128 * N_TILES);
+}
+
+// They go to global memory, and a flag for every block that shares the output says that they are there.
+__device__ __forceinline__ void leave_piece(const Params& p, const float (&acc)[kMTiles][kTokens / 2], int output,
+                                            int group) {
+    float4* to = piece_sums(p, output, group);
+#pragma unroll
+    for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
+        const float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
+        __stcg(to + i * 128 * N_TILES, make_float4(d[0], d[1], d[2], d[3]));
+    }
+    consumer_sync<32 * kConsumerWarps>();
+    if (threadIdx.x < p.split) store_release(p.arrived + output * p.split + threadIdx.x, p.ticket);
+}
+
+// acc += the piece of `output`, of which the blocks of the cluster each take a share of the tokens. Four loads at a
+// time: the address of the next depends on what came, or the compiler asks for all at once and runs out of registers.
+// The flag is left cleared.
+__device__ __forceinline__ void take_piece(const Params& p, float (&acc)[kMTiles][kTokens / 2], int output, int k_rank,
+                                           int group) {
+    constexpr int kOctets = kTokens / 8, kBatch = 4;
+    if (threadIdx.x == 0) {
+        u64* flag = p.arrived + output * p.split + k_rank;
+        while (load_acquire(flag) != p.ticket) __nanosleep(20);
+        *flag = 0;
+    }
+    consumer_sync<32 * kConsumerWarps>();
+    const int begin = kOctets / p.split * k_rank, end = begin + kOctets / p.split;
+    const float4* from = piece_sums(p, output, group);
+    u32 nothing = 0;
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+        for (int first = 0; first < kOctets; first += kBatch) {
+            if (first + kBatch <= begin || first >= end) continue;
+            float4 v[kBatch];
+#pragma unroll
+            for (int j = first; j < first + kBatch; ++j)
+                v[j - first] = j >= begin && j < end ? __ldcg(from + (i * kOctets + j + nothing) * (128 * N_TILES))
+                                                     : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int j = first; j < first + kBatch; ++j) {
+                float* d = &acc[i][4 * j];
+                d[0] += v[j - first].x, d[1] += v[j - first].y, d[2] += v[j - first].z, d[3] += v[j - first].w;
+            }
+            asm volatile("and.b32 %0, %1, %2;"
+                         : "=r"(nothing)
+                         : "r"(__float_as_uint(acc[i][4 * first])), "r"(p.zero));
+        }
 }
 
 // The beginning of an output starts from what the next block has left of its end, which it began with: long ago, as a
@@ -324,6 +386,10 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
         const Consumer me;
         const int lane = me.lane, warp4 = me.warp4, gq = me.gq, first_row = me.first_tile * 64;  // of the block's rows
         b.part(turn, output, from, count);
+        if (kExtras && b.extra) {
+            leave_piece(p, acc, output, me.group);
+            continue;
+        }
         if constexpr (kEven)
             if (from) {
                 leave_sums(p, acc);
@@ -331,10 +397,11 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
             }
         b.place(p, output, n_block, token0);
         const int column0 = n_block * kBlockN;
-        if (kGroups > 1 || cluster.several()) {  // one output a cluster
+        if (kGroups > 1 || (kExtras && p.extras) || cluster.several()) {  // one output a cluster
+            if (kExtras && p.extras) take_piece(p, acc, output, b.k_rank, me.group);
             sum_and_store<kTokens, kMTiles, kGroups, kBlockN, 32 * kConsumerWarps>(
                 p, cluster, acc, b.sh_x, b.sh_reduced, b.k_rank, me.group, first_row + warp4 * 16, column0, token0);
-            break;
+            return;
         }
         // Turn [rows of W, tokens] into [token, n] through shared memory, a few tokens at a time, and store 16 bytes a
         // lane.
@@ -389,6 +456,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
             }
         }
     }
+    cluster.before_sums();  // extra blocks of a cluster pass it, too
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_constant__ Params p) {

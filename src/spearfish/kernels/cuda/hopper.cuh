@@ -17,8 +17,8 @@ struct Params {
     const float* column_scale;  // [n padded] or null
     const u16* bias;            // [n] or null
     u16* y;                     // [m, n]
-    float* partial;             // of every block room for the sums of one output
-    u64* arrived;               // of every block a flag that they are there
+    float* partial;             // sums that blocks leave for one another, each the room of one output
+    u64* arrived;               // flags that they are there
     u64 ticket;                 // what a raised flag says, another number in every call
     int m, n, n_tiles, k_tiles;
     int n_blocks, token_blocks;  // the output in pieces: rows of W of a block, and TOKENS
@@ -32,6 +32,8 @@ struct Params {
     int overlaid;  // 1 if that place belongs to the ring
     int units;     // k tiles of a block where they are shared out evenly, over the ends of outputs; else 0
     int spare;     // so many blocks have one more
+    int extras;     // blocks in front of the others that do the last k tiles of all outputs
+    int own_tiles;  // k tiles of an output that are not theirs
     int zero;      // 0, unknown to the compiler
 };
 
