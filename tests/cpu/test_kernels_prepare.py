@@ -92,8 +92,14 @@ def test_every_fragment_is_where_the_drawing_says(scheme: QuantScheme) -> None:
             chunk = tile[: code_bytes(kind)].view(4, -1, 32, 2, 2, 4)
             assert chunk[warp, step // 2, lane, step % 2, right, half + 2 * odd] == weight.codes[row, column]
         else:
-            chunk = tile[: code_bytes(kind)].view(torch.float16).view(4, -1, 32, 4, 2)
-            assert chunk[warp, step, lane, register, odd] == weight.codes[row, column]
+            # As `ldmatrix` reads it: lane l names row l % 8 of matrix l / 8, and lane 4 gq + t gets columns 2t, 2t + 1 of
+            # row gq of every matrix.
+            values = tile[: code_bytes(kind)].view(torch.float16)
+            named = [256 * warp + other % 16 * 16 + other // 16 * 1024 + step * 2048 for other in range(32)]
+            assert values[named[8 * register + gq] // 2 + 2 * t + odd] == weight.codes[row, column]
+            # As a matrix descriptor of wgmma says it: 8 x 8 matrices 1024 bytes apart along k and 128 along the rows.
+            at = step * 2048 + in_step // 8 * 1024 + row % 64 // 8 * 128 + row % 8 * 16 + in_step % 8 * 2
+            assert values[at // 2] == weight.codes[row, column]
         dense_k = column
         if weight.positions is not None:
             quad = column // 2

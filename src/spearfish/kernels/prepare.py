@@ -22,7 +22,8 @@ codes, 4 bit: [warp][chunk of 4 steps][lane] 16 bytes, word s is step s. `w & 0x
     `w >> 8` a2, `w >> 12` a3, as pairs in the two halves of the word.
 codes, 8 bit: [warp][chunk of 2 steps][lane] 16 bytes, two words a step: bytes (a0.even, a1.even, a0.odd, a1.odd) and
     the same of a2 and a3, so that `w & 0x00ff00ff` gives a0 and `w >> 8` a1 (and a byte permute any of them).
-values, 16 bit: [warp][step][lane] 16 bytes: a0, a1, a2, a3.
+values, 16 bit: [step][column half][row] 16 bytes, the eight columns of a row: 8 x 8 matrices, which `ldmatrix` hands out
+    as the fragment and wgmma can read from shared memory as they are.
 metadata: [warp][lane] 8 bytes. Word p of lane t is for step s = 2p + (t >> 1) and dense k 16 * (t & 1) .. + 15 of it;
     low half row gq, high half row gq + 8, quad q of the four at bit 4q. So step s uses word s >> 1 with sparsity
     selector s & 1, and no bit is wasted.
@@ -292,8 +293,8 @@ def _pack_codes(values: torch.Tensor, n_tiles: int, k_tiles: int, bits: int) -> 
     if bits == 8:
         v = values.view(n_tiles, 4, 2, 8, k_tiles, -1, 2, 2, 4, 2)  # N W H Q K chunk step R T E
         return v.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(n_tiles, k_tiles, -1)
-    v = values.view(n_tiles, 4, 2, 8, k_tiles, -1, 2, 4, 2)  # N W H Q K step R T E
-    return v.permute(0, 4, 1, 5, 3, 7, 6, 2, 8).reshape(n_tiles, k_tiles, -1).view(torch.uint8)
+    v = values.view(n_tiles, TILE_N, k_tiles, -1, 2, 8)  # N row K step R TE
+    return v.permute(0, 2, 3, 4, 1, 5).reshape(n_tiles, k_tiles, -1).view(torch.uint8)
 
 
 def _unpack_codes(section: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -308,8 +309,8 @@ def _unpack_codes(section: torch.Tensor, bits: int, dtype: torch.dtype) -> torch
     if bits == 8:
         v = section.view(n_tiles, k_tiles, 4, -1, 8, 4, 2, 2, 2, 2)  # N K W chunk Q T step R E H
         return v.permute(0, 2, 9, 4, 1, 3, 6, 7, 5, 8).reshape(rows, -1)
-    v = section.view(dtype).view(n_tiles, k_tiles, 4, -1, 8, 4, 2, 2, 2)  # N K W step Q T R H E
-    return v.permute(0, 2, 7, 4, 1, 3, 6, 5, 8).reshape(rows, -1)
+    v = section.view(dtype).view(n_tiles, k_tiles, -1, 2, TILE_N, 8)  # N K step R row TE
+    return v.permute(0, 4, 1, 2, 3, 5).reshape(rows, -1)
 
 
 def _pack_metadata(positions: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:

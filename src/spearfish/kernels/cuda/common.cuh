@@ -23,10 +23,16 @@ constexpr int CODE_BYTES = TILE_N * TILE_K / (SPARSE ? 2 : 1) * BITS / 8;       
 constexpr int META_BYTES = SPARSE ? TILE_N * TILE_K / 8 : 0;                    // metadata section
 constexpr int SCALE_OFFSET = CODE_BYTES + META_BYTES;                           // where the scales begin
 constexpr int SCALE_ROW_BYTES = TILE_N * 2;                                     // one granule of scales (or zeros)
-constexpr int CODE_WARP_BYTES = CODE_BYTES / 4;                                 // codes of 16 rows
+constexpr int CODE_WARP_BYTES = BITS == 16 ? 256 : CODE_BYTES / 4;              // from one 16 rows to the next
 constexpr int META_WARP_BYTES = META_BYTES / 4;
-constexpr int CHUNK_BYTES = 32 * 16;                                            // 16 bytes for each lane
+constexpr int CHUNK_BYTES = BITS == 16 ? CODE_BYTES / 4 : 32 * 16;              // 16 bytes for each lane of a warp
 constexpr int CHUNK_STEPS = BITS == 4 ? 4 : BITS == 8 ? 2 : 1;                  // steps that one chunk holds
+
+// Where lane `lane` reads 16 bytes of a warp's chunk: in order, or for 16 bits a row of the matrix it names for
+// `load_matrices`, two of 8 rows below one another, then the same of the next eight columns.
+__device__ __forceinline__ u32 code_offset(u32 lane) {
+  return BITS == 16 ? lane % 16 * 16 + lane / 16 * (CHUNK_BYTES / 2) : lane * 16;
+}
 
 // ------------------------------------------------------------------------------------------ memory
 

@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
         for (int s = 0; s < kSteps; ++s) {
             u32(&to)[4] = a[buffer][s];
 #if BITS == 16
-            load_shared(to, at.codes + offset(stage, chunk) + s * CHUNK_BYTES);
+            load_matrices(to, at.codes + offset(stage, chunk) + s * CHUNK_BYTES);
 #else
 #if BITS == 4
             const uint4 c = codes[0];
@@ -353,7 +353,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
     const Consumer me;
     const int lane = me.lane, warp4 = me.warp4, gq = me.gq, group = me.group, first_tile = me.first_tile;
     const u32 tile = b.sh_w + first_tile * p.tile_bytes;
-    at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
+    at.codes = tile + warp4 * CODE_WARP_BYTES + code_offset(lane);
     at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
     at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
     // Opaque, or the compiler computes them anew at every use.

@@ -96,7 +96,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kMTiles][kTokens / 2
                 const uint4 c = codes[i][quarter / 2];
                 unpack8(a, quarter % 2 ? c.z : c.x, quarter % 2 ? c.w : c.y, magic);
 #else
-                load_shared(a, at.codes + w + i * group_bytes + quarter * CHUNK_BYTES);
+                load_matrices(a, at.codes + w + i * group_bytes + quarter * CHUNK_BYTES);
 #endif
 #pragma unroll
                 for (int j = 0; j < kTokens / 8; ++j) {
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) hopper_dec
     const int first_tile = (warpgroup % kNTiles) * kMTiles;
     const u32 tile = sh_w + first_tile * group_bytes + group * p.tile_bytes;
     Places at;
-    at.codes = tile + warp4 * CODE_WARP_BYTES + lane * 16;
+    at.codes = tile + warp4 * CODE_WARP_BYTES + code_offset(lane);
     at.meta = tile + CODE_BYTES + warp4 * META_WARP_BYTES + lane * 8;
     at.scale = tile + SCALE_OFFSET + warp4 * 32 + gq * 4;
     // Row lane % 8 of a box and 16-byte piece lane / 8, found through the swizzle; the other half of the box is 64

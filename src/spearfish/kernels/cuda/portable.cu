@@ -61,6 +61,9 @@ static_assert(BLOCK_M % X_ROUND_ROWS == 0 || X_ROUND_ROWS % BLOCK_M == 0, "a rou
 // of tokens, and the next x is fetched: a warp issues in order, so the mixture has to be in the order of the code.
 struct Warp {
   static constexpr int STEPS = 32 / STEP_K;  // instructions along k in a quarter
+  // 16-bit fragments in four loads of a word rather than by one `ldmatrix`, with which the widest shapes ran out of
+  // registers. Shared memory is as busy either way.
+  static constexpr bool WORD_BY_WORD = BITS == 16 && OCTETS >= 8;
 
   u32 codes, metadata, scales;  // byte offsets into a stage, this lane's place included
   u32 x_even, x_odd;            // byte offsets into a stage, for even and odd quarters (the swizzle differs)
@@ -76,7 +79,15 @@ struct Warp {
     const u32 chunks = stage + codes + r * CODE_WARP_BYTES;
 #if BITS == 16
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) load_shared(to.a[r][i], chunks + (quarter * STEPS + i) * CHUNK_BYTES);
+    for (int i = 0; i < STEPS; ++i) {
+      const u32 from = chunks + (quarter * STEPS + i) * CHUNK_BYTES;
+      if constexpr (WORD_BY_WORD) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to.a[r][i][e] = load_shared(from + e / 2 * (CHUNK_BYTES / 2) + e % 2 * 128);
+      } else {
+        load_matrices(to.a[r][i], from);
+      }
+    }
 #else
     const u32 row = stage + scales + r * (SCALE_ROW_BYTES / 4) + (quarter == 0 ? 0 : p.quarter[quarter - 1]);
     RowPairScale scale = unit_scale();
@@ -206,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) portable(const
 
   Warp mine;
   const int slice0 = warp_n * SLICES, rows_tile = slice0 / 4 * w_tile_stride + warp_k * p.tile_bytes;
-  mine.codes = rows_tile + slice0 % 4 * CODE_WARP_BYTES + lane * 16;
+  mine.codes = rows_tile + slice0 % 4 * CODE_WARP_BYTES + (Warp::WORD_BY_WORD ? lane * 4 : code_offset(lane));
   mine.metadata = rows_tile + CODE_BYTES + slice0 % 4 * META_WARP_BYTES + lane * 8;
   mine.scales = rows_tile + SCALE_OFFSET + slice0 % 4 * (SCALE_ROW_BYTES / 4) + gq * 4;
   // Lane l names row l % 8, piece l / 8 of a 32-k step; 64 bytes further is the next step, but for the swizzle's

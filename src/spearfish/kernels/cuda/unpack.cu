@@ -19,16 +19,23 @@ struct Params {
 
 __device__ __forceinline__ u32 word_at(const u8* from) { return __ldg(reinterpret_cast<const u32*>(from)); }
 
+#if BITS == 16
+// What `load_matrices` gives a lane, from global memory.
+__device__ __forceinline__ void load_global(u32 (&to)[4], const u8* from) {
+  for (int i = 0; i < 4; ++i) to[i] = word_at(from + i / 2 * (CHUNK_BYTES / 2) + i % 2 * 128);
+}
+#else
 __device__ __forceinline__ void load_global(u32 (&to)[4], const u8* from) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(128) unpack_tiles(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, gq = lane / 4, t = lane % 4;
   const int k_tile = blockIdx.x, n_tile = p.first_n_tile + blockIdx.y;
   const u8* tile = p.stream + (static_cast<i64>(n_tile) * p.k_tiles + k_tile) * p.tile_bytes;
-  const u8* codes = tile + warp * CODE_WARP_BYTES + lane * 16;
+  const u8* codes = tile + warp * CODE_WARP_BYTES + lane * (BITS == 16 ? 4 : 16);
   [[maybe_unused]] const u8* metadata = tile + CODE_BYTES + warp * META_WARP_BYTES + gq * 4 * 8;
   [[maybe_unused]] const u8* scales = tile + SCALE_OFFSET + warp * (SCALE_ROW_BYTES / 4) + gq * 4;
   u16* rows[2];
