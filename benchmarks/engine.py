@@ -530,7 +530,7 @@ def summary(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str,
 
 def is_ours(name: str) -> bool:
     """Our entries have no mangled names."""
-    return name.split("(")[0] in ("hopper", "hopper_decode", "portable", "unpack_tiles")
+    return name.split("(")[0] in ("hopper", "hopper_decode", "hopper_wide", "portable", "unpack_tiles")
 
 
 def short_name(name: str) -> str:

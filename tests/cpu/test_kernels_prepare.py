@@ -92,8 +92,8 @@ def test_every_fragment_is_where_the_drawing_says(scheme: QuantScheme) -> None:
             chunk = tile[: code_bytes(kind)].view(4, -1, 32, 2, 2, 4)
             assert chunk[warp, step // 2, lane, step % 2, right, half + 2 * odd] == weight.codes[row, column]
         else:
-            # As `ldmatrix` reads it: lane l names row l % 8 of matrix l / 8, and lane 4 gq + t gets columns 2t, 2t + 1 of
-            # row gq of every matrix.
+            # As `ldmatrix` reads it: lane l names row l % 8 of matrix l / 8, and lane 4 gq + t gets columns 2t, 2t + 1
+            # of row gq of every matrix.
             values = tile[: code_bytes(kind)].view(torch.float16)
             named = [256 * warp + other % 16 * 16 + other // 16 * 1024 + step * 2048 for other in range(32)]
             assert values[named[8 * register + gq] // 2 + 2 * t + odd] == weight.codes[row, column]

@@ -147,6 +147,36 @@ def test_extra_blocks(n: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
     assert count or chip_of(device).capability != 90
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "m"),
+    [
+        (448, 1216, 300),  # an output for dozens of blocks
+        (4600, 4160, 1000),  # more than one block, fewer than two
+        (4100, 640, 513),  # rows of y not aligned
+        (12680, 1152, 513),  # more than one output for each block
+        (25344, 128, 257),  # two for each, nothing left to share out
+        (12800, 256, 2000),  # some whole, then shares
+    ],
+)
+def test_wide_blocks(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    (family,) = (f for f in families() if f.name == "hopper")
+    device = torch.cuda.current_device()
+    weight = random_weight(QuantScheme(16), n, k, dtype)
+    prepared, bias, x = prepare(weight, dtype=dtype), torch.randn(n, device="cuda").to(dtype), inputs(m, k, dtype)
+    problem = Problem(prepared.kind, dtype == torch.bfloat16, m, n, k, prepared.granules, prepared.has_zeros)
+    ways = [way for way in family.candidates(problem, chip_of(device)) if way.shape.is_wide]
+    assert ways or chip_of(device).capability != 90
+    for way in ways:
+        bound, results = family.bind(way, problem, device), []
+        for _ in range(3):
+            results.append(poisoned(m, n, dtype))
+            bound(x, prepared.stream, prepared.column_scale, bias, results[-1])
+        check(results[0], x, weight, bias)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
 def test_extreme_codes_and_outliers() -> None:
     for scheme, dtype in itertools.product((QuantScheme(4, 128, False), QuantScheme(8, 32, False)), DTYPES):
         weight = random_weight(scheme, 256, 512, dtype, extreme=True)

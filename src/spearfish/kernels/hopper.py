@@ -1,4 +1,5 @@
-"""The Hopper kernels (sm_90a) as a family: cuda/hopper_decode.cu for few tokens, cuda/hopper.cu for more.
+"""The Hopper kernels (sm_90a) as a family: cuda/hopper_decode.cu for few tokens, cuda/hopper.cu for more, and
+cuda/hopper_wide.cu for 16-bit weights and hundreds.
 
 They run symmetric 2:4 weights with k a multiple of 64; the rest is the portable kernel's.
 """
@@ -24,16 +25,16 @@ _BARRIERS = 1024  # bytes of shared memory in front of the ring
 _MOST_STAGES = 32
 _STAGED_TOKENS = 32  # tokens that the epilogue of hopper.cu turns at a time
 
-# struct Params: the tensor map, six pointers and a ticket, nineteen ints; an alignment of 64 makes it 320 bytes.
+# struct Params: the tensor map, six pointers and a ticket, twenty ints; an alignment of 64 makes it 320 bytes.
 _MAP_BYTES = 128
 _POINTERS = struct.Struct("<7Q")
-_INTS = struct.Struct("<19i")
+_INTS = struct.Struct("<20i")
 _PARAMS_BYTES = 320
 
 
 @dataclass(frozen=True)
 class HopperShape:
-    """How a block is cut; the macros of the two sources.
+    """How a block is cut; the macros of the sources.
 
     `n_tiles` warpgroups side by side times `groups` behind one another along k; each owns `m_tiles` weight tiles of 64
     rows. `blocks` is the number of blocks for which the registers of a multiprocessor must suffice. A stage of the ring
@@ -49,6 +50,10 @@ class HopperShape:
     @property
     def is_decode(self) -> bool:
         return self.tokens <= 16
+
+    @property
+    def is_wide(self) -> bool:
+        return self.tokens > 128
 
     @property
     def block_n(self) -> int:
@@ -70,7 +75,7 @@ class HopperShape:
     @property
     def may_be_even(self) -> bool:
         """Whether blocks may run from one output into the next."""
-        return not self.is_decode and self.groups == 1
+        return not self.is_decode and not self.is_wide and self.groups == 1
 
     @property
     def stage_tiles(self) -> int:
@@ -87,8 +92,9 @@ class HopperShape:
 @dataclass(frozen=True)
 class HopperConfig:
     """A shape; `split` blocks of a cluster share out k, `blocks` find room on a multiprocessor. `even`: all k tiles of
-    all outputs are shared out among as many blocks as there are multiprocessors; sums pass through global memory.
-    `extras`: so many more blocks do the last k tiles of every output; their sums pass through global memory, too."""
+    all outputs are shared out among as many blocks as there are multiprocessors; sums pass through global memory (with
+    a wide shape the blocks do whole outputs while there are two for each). `extras`: so many more blocks do the last k
+    tiles of every output; their sums pass through global memory, too."""
 
     shape: HopperShape
     split: int = 1
@@ -123,6 +129,8 @@ _SHAPES = (
     HopperShape(128, 1, 1, 2),
     HopperShape(128, 2, 2, 1),
 )
+# hopper_wide.cu: the two halves of its tokens side by side
+_WIDE = HopperShape(256, 3, 1, 1)
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
 # us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to tried.csv)
@@ -130,6 +138,11 @@ _LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 
 # ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
 _NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
+# The same with 16-bit weights, which pass shared memory twice and weigh more there (fitted to wide.csv).
+_NANOSECONDS_16 = _NANOSECONDS | {64: (182.0, 2.1), 128: (250.0, 85.0)}
+# us of a launch with the wide shape, of a multiprocessor for a weight tile times 128 tokens, and for each block that
+# shares an output where there are fewer of them than multiprocessors.
+_WIDE_LAUNCH, _WIDE_TILE, _WIDE_FEW = 9.0, 0.268, 4.0
 
 
 def shapes(kind: str) -> tuple[HopperShape, ...]:
@@ -138,12 +151,13 @@ def shapes(kind: str) -> tuple[HopperShape, ...]:
         return ()
     if kind == "int4_24":
         return _SHAPES
-    # The wider of the two for many tokens: it reads x half as often.
+    # The wider of the two for many tokens: it reads x half as often. With 16 bits the other is better where outputs are
+    # few.
     first: dict[int, HopperShape] = {}
     for shape in _SHAPES:
         if shape.tokens == 128 or shape.tokens not in first:
             first[shape.tokens] = shape
-    return tuple(first.values())
+    return (*first.values(), *((HopperShape(128, 2, 1, 1), _WIDE) if kind == "f16_24" else ()))
 
 
 @dataclass(frozen=True)
@@ -162,6 +176,9 @@ def plan(config: HopperConfig, weight_tile_bytes: int, k_tiles: int, room: int) 
     """The deepest ring that fits `room` bytes beside the partial sums; None if too few stages fit."""
     shape = config.shape
     stage = shape.stage_bytes(weight_tile_bytes)
+    if shape.is_wide:  # four half stages, the metadata of one more, three of the epilogue
+        total = _BARRIERS + 2 * stage + shape.n_tiles * (TILE_K * TILE_N // 8 + _STAGED_TOKENS * (TILE_N + 8) * 2)
+        return Plan(4, total, 0, False) if total <= room else None
     sums = shape.groups * config.split > 1 or config.extras > 0
     parts = 1 if shape.shares_tokens else shape.groups
     piece = shape.tokens * (shape.block_n // config.split + 4) * 4
@@ -197,6 +214,8 @@ class HopperFamily:
         wanted = next((t for t in (8, 16, 32, 64) if problem.m <= t), 128)
         found = []
         for shape in shapes(problem.kind):
+            if shape.is_wide and problem.m > 128:
+                found.append(HopperConfig(shape, even=True))
             if shape.is_decode != (wanted <= 16) or shape.tokens > wanted:
                 continue
             if shape.tokens < wanted and (shape.is_decode or problem.m > 4 * shape.tokens):
@@ -234,7 +253,9 @@ class HopperFamily:
             piece = self._piece(config, problem, chip)
             if min(piece, (problem.k_tiles - piece) // config.split) < config.shape.groups:
                 return f"{config}: {problem.k_tiles} k tiles are too few to share with extra blocks"
-        if config.even and _outputs(config.shape, problem) < chip.multiprocessors:
+        if config.shape.is_wide and problem.kind != "f16_24":
+            return f"{config} is for 16-bit weights"
+        if config.shape.may_be_even and config.even and _outputs(config.shape, problem) < chip.multiprocessors:
             return f"{config}: less than one output for each of {chip.multiprocessors} multiprocessors"
         if self._plan(config, problem, chip) is None:
             return f"{config} does not fit {chip.shared_per_block} bytes of shared memory"
@@ -252,6 +273,10 @@ class HopperFamily:
         memory's share of a multiprocessor, what a multiprocessor can take in."""
         shape, split, blocks = config.shape, config.split, config.blocks
         outputs = _outputs(shape, problem)
+        if shape.is_wide:
+            tiles = outputs * shape.n_tiles * (shape.tokens // 128) * problem.k_tiles
+            few = _WIDE_FEW * chip.multiprocessors / outputs if outputs < chip.multiprocessors else 0.0
+            return _WIDE_LAUNCH + _WIDE_TILE * tiles / chip.multiprocessors + few
         waves = outputs * split / chip.multiprocessors
         step = self._k_tile(config, problem, chip) * -(-problem.k_tiles // split)
         fill = 2.38 + 0.0145 * shape.tokens
@@ -283,7 +308,7 @@ class HopperFamily:
         readers = min(
             -(-problem.m // shape.tokens), max(1.0, chip.multiprocessors * blocks * shape.block_n / problem.n)
         )
-        unpack, wait = _NANOSECONDS[shape.tokens]
+        unpack, wait = (_NANOSECONDS_16 if problem.bits == 16 else _NANOSECONDS)[shape.tokens]
         times = (
             resident * tiles * unpack + wait,
             weights * busy * chip.multiprocessors / (1.01 * chip.bandwidth) / readers,
@@ -306,7 +331,7 @@ class HopperFamily:
         variant = jit.Variant(*_source(shape), ARCH, _macros(shape, problem))
         n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
         token_blocks, cluster = -(-problem.m // shape.tokens), config.split
-        units = spare = flag_bytes = work_bytes = 0
+        units = spare = whole = flag_bytes = work_bytes = 0
         outputs, own = n_blocks * token_blocks, problem.k_tiles
         if shape.is_decode:
             grid = (n_blocks * cluster, token_blocks, 1)
@@ -318,7 +343,10 @@ class HopperFamily:
                 work_bytes = flag_bytes + 4 * outputs * shape.groups * shape.block_n * shape.tokens
         elif config.even:
             grid = (chip.multiprocessors, 1, 1)
-            units, spare = divmod(n_blocks * token_blocks * problem.k_tiles, chip.multiprocessors)
+            if shape.is_wide:
+                turns, rest = divmod(outputs, chip.multiprocessors)
+                whole = turns - 1 if turns and rest else turns
+            units, spare = divmod((outputs - whole * chip.multiprocessors) * problem.k_tiles, chip.multiprocessors)
             flag_bytes = -(-8 * chip.multiprocessors // 128) * 128
             work_bytes = flag_bytes + 4 * chip.multiprocessors * shape.block_n * shape.tokens
         else:
@@ -334,16 +362,17 @@ class HopperFamily:
             balanced=cluster > 2,  # or clusters of four find room on nine tenths of the multiprocessors alone
             dependent=True,
         )
+        band = 8 if problem.m >= 4096 and not shape.is_wide else 4  # token blocks
         _INTS.pack_into(
             launcher.params,
             _MAP_BYTES + _POINTERS.size,
             *(problem.m, problem.n, problem.n_tiles, problem.k_tiles, n_blocks, token_blocks, problem.tile_bytes),
-            *(problem.granules, config.split, found.stages, 2, 4 if problem.m < 4096 else 8),
-            *(found.received, int(found.overlaid), units, spare, config.extras, own, 0),
+            *(problem.granules, config.split, found.stages, 2, band),
+            *(found.received, int(found.overlaid), units, spare, config.extras, own, 0, whole),
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
-        box, k, m = (shape.stage_tiles * TILE_K // 64, shape.tokens), problem.k, problem.m
+        box, k, m = (1 if shape.is_wide else shape.stage_tiles * TILE_K // 64, shape.tokens), problem.k, problem.m
         tensor_map = lru_cache(maxsize=64)(
             lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box, problem.bf16)
         )
@@ -414,13 +443,14 @@ def _outputs(shape: HopperShape, problem: Problem) -> int:
 
 
 def _source(shape: HopperShape) -> tuple[str, str]:
-    return ("hopper_decode.cu", "hopper_decode") if shape.is_decode else ("hopper.cu", "hopper")
+    name = "hopper_decode" if shape.is_decode else "hopper_wide" if shape.is_wide else "hopper"
+    return f"{name}.cu", name
 
 
 def _macros(shape: HopperShape, problem: Problem) -> tuple[tuple[str, int], ...]:
     return (
         *problem.weight_macros,
-        ("TOKENS", shape.tokens),
+        ("TOKENS", shape.tokens // 2 if shape.is_wide else shape.tokens),
         ("N_TILES", shape.n_tiles),
         ("M_TILES", shape.m_tiles),
         ("GROUPS", shape.groups),

@@ -22,8 +22,8 @@ codes, 4 bit: [warp][chunk of 4 steps][lane] 16 bytes, word s is step s. `w & 0x
     `w >> 8` a2, `w >> 12` a3, as pairs in the two halves of the word.
 codes, 8 bit: [warp][chunk of 2 steps][lane] 16 bytes, two words a step: bytes (a0.even, a1.even, a0.odd, a1.odd) and
     the same of a2 and a3, so that `w & 0x00ff00ff` gives a0 and `w >> 8` a1 (and a byte permute any of them).
-values, 16 bit: [step][column half][row] 16 bytes, the eight columns of a row: 8 x 8 matrices, which `ldmatrix` hands out
-    as the fragment and wgmma can read from shared memory as they are.
+values, 16 bit: [step][column half][row] 16 bytes, eight columns of a row: 8 x 8 matrices, which `ldmatrix` hands out as
+    the fragment and wgmma can read from shared memory as they are.
 metadata: [warp][lane] 8 bytes. Word p of lane t is for step s = 2p + (t >> 1) and dense k 16 * (t & 1) .. + 15 of it;
     low half row gq, high half row gq + 8, quad q of the four at bit 4q. So step s uses word s >> 1 with sparsity
     selector s & 1, and no bit is wasted.

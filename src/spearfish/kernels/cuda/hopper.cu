@@ -28,13 +28,6 @@ constexpr int kMTiles = M_TILES;
 constexpr int kGroups = GROUPS;
 constexpr bool kEven = GROUPS == 1;    // may share out k evenly
 constexpr bool kExtras = M_TILES == 1;  // may have extra blocks
-// Lanes of a warp that give a stage back: one, after all have met, is enough. For compute-sanitizer's racecheck, which
-// does not always see that meeting, all do.
-#ifdef EVERY_LANE_ARRIVES
-constexpr int kArriving = 32;
-#else
-constexpr int kArriving = 1;
-#endif
 constexpr int kWarpgroups = N_TILES * kGroups;
 constexpr int kConsumerWarps = 4 * kWarpgroups;
 constexpr int kThreads = 32 * kConsumerWarps + 128;  // the producers are a warpgroup that gave up its registers

@@ -10,6 +10,13 @@ struct alignas(64) TensorMap {
 constexpr int kMaxStages = 32;
 constexpr int kMaxChunks = 8;  // of the sums
 constexpr int kSpareBarriers = 2 * kMaxStages + kMaxChunks;  // from here on nobody waits
+// Lanes of a warp that give a stage back: one, after all have met, is enough. For compute-sanitizer's racecheck, which
+// does not always see that meeting, all do.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArriving = 32;
+#else
+constexpr int kArriving = 1;
+#endif
 
 struct Params {
     TensorMap x_map;            // x as [k / 64, m, 64]; boxes of a stage's k by TOKENS rows, 128-byte swizzle
@@ -35,6 +42,7 @@ struct Params {
     int extras;     // blocks in front of the others that do the last k tiles of all outputs
     int own_tiles;  // k tiles of an output that are not theirs
     int zero;      // 0, unknown to the compiler
+    int whole;     // of hopper_wide: turns of whole outputs before what is left is shared out evenly
 };
 
 // ---------------------------------------------------------------------------------------------- barriers and copies

@@ -61,3 +61,16 @@ __device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4],
         : D_OPERANDS
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(meta), "n"(kSelector));
 }
+
+#if TOKENS == 128
+// The same with a in shared memory, too.
+template <int kSelector>
+__device__ __forceinline__ void wgmma(float (&d)[TOKENS / 2], u64 a, u64 x, u32 meta) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n128k32.f32." IN_TYPE "." IN_TYPE " {" D_LIST
+        "}, %64, %65, %66, %67, p, 1, 1, 0, 0;\n}"
+        : D_OPERANDS
+        : "l"(a), "l"(x), "r"(meta), "n"(kSelector));
+}
+#endif
