@@ -56,7 +56,7 @@ def test_the_table_meets_every_kernel() -> None:
         problem = sanitizer_set.problem_of(case, prepared[case.scheme, case.n, case.k])
         if (case.n, case.k) not in sanitizer_set.OF_64:
             for way in sanitizer_set.ways(portable.FAMILY, problem, chip):
-                met.add(("portable", config.macros(way.shape, problem)))
+                met.add((portable.variant_of(way.shape, problem, "sm_90").entry, config.macros(way.shape, problem)))
         for way in sanitizer_set.ways(hopper.FAMILY, problem, chip):
             met.add((hopper._source(way.shape)[1], hopper._macros(way.shape, problem)))
     there = [*portable.FAMILY.variants("sm_90"), *hopper.FAMILY.variants("sm_90a")]

@@ -35,7 +35,7 @@ def test_every_problem_has_a_kernel_that_fits_the_chip(kind: str, chip: Chip) ->
             family, config = choose(asked, chip, "portable")
             assert family.name == "portable"
             assert config.shape.shared_bytes(asked.tile_bytes) <= chip.shared_per_block
-            assert config.shape.blocks * config.shape.shared_bytes(cut.widest_tile(kind)) <= (
+            assert config.shape.blocks * config.shape.shared_bytes(cut.widest_tile(kind, config.shape)) <= (
                 chip.shared_per_multiprocessor - 1024 * config.shape.blocks
             )
             assert 1 <= config.splits <= asked.k_tiles
@@ -75,6 +75,9 @@ def test_measured_times_are_met_within_a_fifth() -> None:
         (28672, 4096, 32, 32, 128, 1, 27.7),
         (8192, 28672, 64, 64, 128, 4, 70.8),
         (28672, 4096, 1024, 64, 256, 1, 454.3),
+        (4096, 4096, 128, 64, 512, 5, 27.0),
+        (8192, 28672, 128, 64, 512, 4, 110.3),
+        (8192, 8192, 1024, 64, 512, 1, 235.0),
     ):
         asked = problem("int4_24", m, n, k)
         config = next(
@@ -98,6 +101,21 @@ def test_refusals_list_every_reason() -> None:
     config = cut.KernelConfig(cut.shapes("int4_24", H200)[-1])
     assert "bytes of shared memory" in (cut.why_not(config, problem("int4_24", 1), small) or "")
     assert "splits 1 k tiles" in (cut.why_not(replace(config, splits=2), problem("int4_24", 1, 64, 128), H200) or "")
+
+
+def test_wide_shapes_take_no_zero_points_and_one_scale_a_tile() -> None:
+    wide = [shape for shape in cut.shapes("int4_24", H200) if shape.wide]
+    assert {shape.block_n for shape in wide} == {256, 512}
+    assert not any(shape.wide for kind in ("f16_24", "int4", "int8") for shape in cut.shapes(kind, H200))
+    plain = problem("int4_24", 1000)
+    for shape in wide:
+        config = cut.KernelConfig(shape)
+        for taken in (plain, replace(plain, granules=0)):
+            assert cut.why_not(config, taken, H200) is None
+        for refused in (replace(plain, granules=2), replace(plain, has_zeros=True)):
+            assert "at most one scale for 128 k" in (cut.why_not(config, refused, H200) or "")
+            assert not choose(refused, H200, "portable")[1].shape.wide
+    assert choose(plain, H200, "portable")[1].shape in wide
 
 
 def test_slabs_are_whole_tiles_within_the_l2() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from spearfish.kernels.jit import Variant, architecture
-from spearfish.kernels.prepare import TILE_K, TILE_N, scale_bytes, tile_bytes
+from spearfish.kernels.prepare import TILE_K, TILE_N, tile_bytes
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,11 @@ class Family(Runner, Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a block of the portable kernel is cut; the macros of portable.cu.
+    """How a block of the portable kernels is cut; the macros of portable.cu.
 
     A warp has 16 * slices rows of n and block_m / warps_m tokens; warps_k layers of warps share out k. Up to `stages`
-    stages of warps_k k tiles are in flight, with room for `blocks` blocks on a multiprocessor.
+    stages of warps_k k tiles are in flight, with room for `blocks` blocks on a multiprocessor. `wide` shapes are those
+    of portable_wide.cu.
     """
 
     block_m: int
@@ -156,6 +157,7 @@ class Shape:
     warps_k: int
     stages: int
     blocks: int
+    wide: bool = False
 
     @property
     def block_n(self) -> int:
@@ -172,7 +174,12 @@ class Shape:
     def shared_bytes(self, weight_tile_bytes: int) -> int:
         """Shared memory of a block: the ring, which the sums of the layers reuse at the end."""
         sums = (self.warps_k - 1) * self.block_n * self.block_m * 4
-        return max(self.stages * self.stage_bytes(weight_tile_bytes), sums)
+        return max(self.stages * self.stage_bytes(weight_tile_bytes) + self.barrier_bytes, sums)
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Shared memory in front of the ring, where warps of a wide shape meet."""
+        return 128 if self.wide else 0
 
 
 @dataclass(frozen=True)
@@ -186,18 +193,21 @@ class KernelConfig:
         s = self.shape
         return (
             f"{s.block_m} x {s.block_n} tokens x rows, warps {s.warps_m} x {s.warps_n} x {s.warps_k}"
-            f" (m, n, k), {s.stages} stages, k in {self.splits}"
+            f" (m, n, k){', wide' if s.wide else ''}, {s.stages} stages, k in {self.splits}"
         )
 
 
-# block_m, slices, warps_n, warps_m, warps_k, stages, blocks. The number of stages is a wish: `shapes` takes what fits.
-# Two or four blocks of few warps on a multiprocessor beat one of many: while one waits at its barrier, another works.
+# block_m, slices, warps_n, warps_m, warps_k, stages, blocks, wide. The number of stages is a wish: `shapes` takes what
+# fits. Two or four blocks of few warps on a multiprocessor beat one of many: while one waits at its barrier, another
+# works. Wide shapes have warps that hardly wait, so of them the one of many is as good and has less to fetch.
 _SPARSE_SHAPES = (
     Shape(8, 1, 4, 1, 2, 6, 4),
     Shape(16, 2, 4, 1, 2, 4, 2),
     Shape(32, 2, 4, 1, 2, 4, 2),
     Shape(64, 4, 2, 1, 2, 3, 2),
     Shape(64, 4, 4, 1, 1, 3, 2),
+    Shape(64, 4, 4, 1, 1, 3, 2, True),
+    Shape(64, 4, 8, 1, 1, 5, 1, True),
 )
 # The twin that runs dense weights; fewer, since it is there for compatibility.
 _DENSE_SHAPES = (
@@ -209,9 +219,11 @@ _DENSE_SHAPES = (
 _INVARIANT_WARPS_K = 2
 
 
-def widest_tile(kind: str) -> int:
-    """Bytes of the largest tile of a kind: four rows of scales and of zero points."""
-    return tile_bytes(kind, 0, False) + (0 if kind.startswith("f16") else 2 * scale_bytes(4))
+def widest_tile(kind: str, shape: Shape) -> int:
+    """Bytes of the largest tile of a kind that a shape runs: four rows of scales and of zero points; wide, one row."""
+    if kind.startswith("f16"):
+        return tile_bytes(kind, 0, False)
+    return tile_bytes(kind, 1, False) if shape.wide else tile_bytes(kind, 4, True)
 
 
 @lru_cache(maxsize=256)
@@ -220,10 +232,12 @@ def shapes(kind: str, chip: Chip) -> tuple[Shape, ...]:
     of its shared memory, and as many stages as fit then; a shape that cannot have two stages is left out."""
     fitting = []
     for shape in _SPARSE_SHAPES if kind.endswith("_24") else _DENSE_SHAPES:
+        if shape.wide and kind == "f16_24":
+            continue
         for blocks in range(shape.blocks, 0, -1):
             # The system keeps a kilobyte of every block.
-            room = min(chip.shared_per_block, chip.shared_per_multiprocessor // blocks - 1024)
-            stages = min(shape.stages, room // shape.stage_bytes(widest_tile(kind)))
+            room = min(chip.shared_per_block, chip.shared_per_multiprocessor // blocks - 1024) - shape.barrier_bytes
+            stages = min(shape.stages, room // shape.stage_bytes(widest_tile(kind, shape)))
             if stages >= 2:
                 fitting.append(replace(shape, stages=stages, blocks=blocks))
                 break
@@ -261,6 +275,8 @@ def why_not(config: KernelConfig, problem: Problem, chip: Chip) -> str | None:
         return f"{chip.arch} is older than sm_80, which brought the sparse tensor cores and asynchronous copies"
     if shared > chip.shared_per_block:
         return f"{config} needs {shared} bytes of shared memory, {chip.arch} has {chip.shared_per_block}"
+    if shape.wide and (problem.has_zeros or problem.granules > 1):
+        return f"{config} takes symmetric weights with at most one scale for 128 k"
     if config.splits > problem.k_tiles:
         return f"{config} splits {problem.k_tiles} k tiles into {config.splits}"
     if problem.batch_invariant and (

@@ -1,4 +1,4 @@
-"""The portable kernel (cuda/portable.cu) as a family: its cost, its launch."""
+"""The portable kernels (cuda/portable.cu, cuda/portable_wide.cu) as a family: their cost, their launch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import torch
 
 from spearfish.kernels import config as cut
 from spearfish.kernels import jit
-from spearfish.kernels.config import Bound, Chip, KernelConfig, Problem
+from spearfish.kernels.config import Bound, Chip, KernelConfig, Problem, Shape
 from spearfish.kernels.prepare import KINDS, TILE_K, TILE_N, scale_bytes
 from spearfish.kernels.scratch import next_ticket, workspace
-
-SOURCE = "portable.cu"
-ENTRY = "portable"
 
 # struct Params: eight pointers and a ticket among them, the row stride of x, fourteen ints.
 _PER_CALL = struct.Struct("<8Qq")
@@ -55,7 +52,7 @@ class PortableFamily:
         times = (
             resident * weight_bytes / bandwidth / 0.91,
             resident * (weight_bytes + x_bytes) / bandwidth / 1.58,
-            resident * flops / rate / (0.8 * warps / (warps + 0.5)),
+            resident * flops / rate / ((0.9 if shape.wide else 0.8) * warps / (warps + 0.5)),
             815.0 / (shape.stages - 1),  # ns from asking for a stage to having it
             186.0,  # ns from one barrier to the next
         )
@@ -64,13 +61,14 @@ class PortableFamily:
         fill = 3.45
         total = 0.5 + turns * (fill + stages * stage / 1e3)
         if config.splits > 1:
-            held = shape.block_m * shape.block_n / (32 * shape.warps_n * shape.warps_m)  # sums of one thread
+            holders = 32 * shape.warps_n * shape.warps_m
+            held = shape.block_m * shape.block_n / min(holders, 128)  # sums of one thread, or of several side by side
             total += 1.7 + 0.009 * (config.splits - 1) * held
         return total
 
     def bind(self, config: KernelConfig, problem: Problem, device: int) -> Bound:
         shape = config.shape
-        variant = jit.Variant(SOURCE, ENTRY, cut.chip_of(device).arch, cut.macros(shape, problem))
+        variant = variant_of(shape, problem, cut.chip_of(device).arch)
         n_blocks, m_blocks = -(-problem.n // shape.block_n), -(-problem.m // shape.block_m)
         tiles, others = n_blocks * m_blocks, config.splits - 1
         launcher = jit.load(variant, device).launcher(
@@ -131,13 +129,15 @@ class PortableFamily:
         for kind in KINDS:
             for bf16 in (False, True):
                 problem = Problem(kind, bf16, 1, 1, 1, 0, False)
-                found += [
-                    jit.Variant(
-                        SOURCE, ENTRY, arch, cut.macros(shape, problem), shape.shared_bytes(cut.widest_tile(kind))
-                    )
-                    for shape in cut.shapes(kind, chip)
-                ]
+                found += [variant_of(shape, problem, arch) for shape in cut.shapes(kind, chip)]
         return found
+
+
+def variant_of(shape: Shape, problem: Problem, arch: str) -> jit.Variant:
+    """What is compiled to run problems of that kind in that shape."""
+    entry = "portable_wide" if shape.wide else "portable"
+    shared = shape.shared_bytes(cut.widest_tile(problem.kind, shape))
+    return jit.Variant(f"{entry}.cu", entry, arch, cut.macros(shape, problem), shared)
 
 
 FAMILY = PortableFamily()

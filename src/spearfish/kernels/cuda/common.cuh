@@ -223,50 +223,36 @@ __device__ __forceinline__ u32 mask_or(u32 word) {
   return result;
 }
 
-#if BITS == 4
-// One step: `word` to the fragment a[0..3].
-__device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const RowPairScale& s) {
-#if BF16
-  constexpr u32 base = 0x43004300u;
-  u32 v0 = mask_or<0x000f000fu, base>(word), v1 = mask_or<0x000f000fu, base>(word >> 4);
-  u32 v2 = mask_or<0x000f000fu, base>(word >> 8), v3 = mask_or<0x000f000fu, base>(word >> 12);
-  a[0] = multiply_pair(add_pair(v0, s.offset_low), s.scale_low);
-  a[1] = multiply_pair(add_pair(v1, s.offset_high), s.scale_high);
-  a[2] = multiply_pair(add_pair(v2, s.offset_low), s.scale_low);
-  a[3] = multiply_pair(add_pair(v3, s.offset_high), s.scale_high);
-#else
+#if BITS != 16
+// Register j of a step's fragment. `word` is the one that holds it: of 8-bit codes the first has a[0] and a[1].
+template <int j>
+__device__ __forceinline__ u32 unpack_register(u32 word, const RowPairScale& s) {
+  constexpr bool high = j % 2 == 1;
+  const u32 offset = high ? s.offset_high : s.offset_low, scale = high ? s.scale_high : s.scale_low;
+#if BITS == 4 && BF16
+  return multiply_pair(add_pair(mask_or<0x000f000fu, 0x43004300u>(word >> 4 * j), offset), scale);
+#elif BITS == 4
   constexpr u32 base = 0x64006400u, sixteenths = 0x2c002c00u;
-  u32 next = word >> 8;
-  u32 v0 = mask_or<0x000f000fu, base>(word), v1 = mask_or<0x00f000f0u, base>(word);
-  u32 v2 = mask_or<0x000f000fu, base>(next), v3 = mask_or<0x00f000f0u, base>(next);
-  a[0] = multiply_pair(add_pair(v0, s.offset_low), s.scale_low);
-  a[1] = multiply_pair(fma_pair(v1, sixteenths, s.offset_high), s.scale_high);
-  a[2] = multiply_pair(add_pair(v2, s.offset_low), s.scale_low);
-  a[3] = multiply_pair(fma_pair(v3, sixteenths, s.offset_high), s.scale_high);
-#endif
-}
-#elif BITS == 8
-#if BF16
-// A pair of codes in bytes 0 and 2, minus 128.
-__device__ __forceinline__ u32 unpack_bytes(u32 word) {
-  constexpr u32 base = 0x43004300u;
-  u32 minus = mask_or<0x00800080u, 0xc300c300u>(~word);
-  return add_pair(mask_or<0x007f007fu, base>(word), minus);
-}
-#endif
-
-// One step: its two words to the fragment a[0..3].
-__device__ __forceinline__ void unpack(u32 (&a)[4], u32 word0, u32 word1, const RowPairScale& s) {
-#if BF16
-  u32 v0 = unpack_bytes(word0), v1 = unpack_bytes(word0 >> 8);
-  u32 v2 = unpack_bytes(word1), v3 = unpack_bytes(word1 >> 8);
+  if (j >= 2) word >>= 8;
+  if (high) return multiply_pair(fma_pair(mask_or<0x00f000f0u, base>(word), sixteenths, offset), scale);
+  return multiply_pair(add_pair(mask_or<0x000f000fu, base>(word), offset), scale);
+#elif BITS == 8 && BF16
+  // A pair of codes in bytes 0 and 2, minus 128.
+  if (high) word >>= 8;
+  const u32 minus = mask_or<0x00800080u, 0xc300c300u>(~word);
+  const u32 code = add_pair(mask_or<0x007f007fu, 0x43004300u>(word), minus);
+  return multiply_pair(add_pair(code, offset), scale);
 #else
-  u32 v0 = __byte_perm(word0, 0x64646464u, 0x4240), v1 = __byte_perm(word0, 0x64646464u, 0x4341);
-  u32 v2 = __byte_perm(word1, 0x64646464u, 0x4240), v3 = __byte_perm(word1, 0x64646464u, 0x4341);
+  return multiply_pair(add_pair(__byte_perm(word, 0x64646464u, high ? 0x4341 : 0x4240), offset), scale);
 #endif
-  a[0] = multiply_pair(add_pair(v0, s.offset_low), s.scale_low);
-  a[1] = multiply_pair(add_pair(v1, s.offset_high), s.scale_high);
-  a[2] = multiply_pair(add_pair(v2, s.offset_low), s.scale_low);
-  a[3] = multiply_pair(add_pair(v3, s.offset_high), s.scale_high);
 }
+
+// One step: its word, or its two words, to the fragment a[0..3].
+__device__ __forceinline__ void unpack(u32 (&a)[4], u32 word0, u32 word1, const RowPairScale& s) {
+  a[0] = unpack_register<0>(word0, s);
+  a[1] = unpack_register<1>(word0, s);
+  a[2] = unpack_register<2>(word1, s);
+  a[3] = unpack_register<3>(word1, s);
+}
+__device__ __forceinline__ void unpack(u32 (&a)[4], u32 word, const RowPairScale& s) { unpack(a, word, word, s); }
 #endif
