@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from io import BytesIO
 from math import log2
@@ -130,7 +131,8 @@ def _speedup(here: Sequence[Row], results: Results) -> Any:
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9.6, 5.4), layout="constrained")
     _lines(axes, here)
-    layers = len({(row.point.k, row.point.n) for row in here})
+    counts = Counter(row.point.m for row in here).values()
+    layers = f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     axes.set_title(f"Times as fast as cuBLAS · {_title(results)}", loc="left", fontsize=13)
     axes.set_xlabel(f"tokens m (geometric mean over {layers} layers)")
     axes.set_ylabel("speed-up")
