@@ -554,3 +554,13 @@ def test_sustained_times_have_their_own_table(tmp_path: Path) -> None:
     assert rows(results, sustained=True)[0].us["spearfish"] == 10.0
     assert "kept up for a second" in report(results)
     assert begin_run([results], device, one.settings, Ceilings()) != ""
+    # Measured again without: they stay, with the run that they came from.
+    results.runs[0]["id"] = "earlier"  # both were in the same second
+    for entry in results.points:
+        entry["run"] = "earlier"
+    results.save(tmp_path)
+    one.settings = Settings(rounds=1)
+    (again,), _ = one.run(device, FakeProbes(device), Budget(device, None))
+    assert {entry["sustained_run"] for entry in again.points} == {"earlier"} != {entry["run"] for entry in again.points}
+    assert rows(again, sustained=True)[0].us["spearfish"] == 10.0
+    assert {"earlier"} < {run["id"] for run in again.runs}

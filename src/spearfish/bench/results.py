@@ -71,14 +71,19 @@ class Results:
         return {self.point(entry) for entry in self.points if entry["run"] in current and "spearfish" in entry["us"]}
 
     def add(self, measured: Measured, run: str) -> None:
-        """Put a point in, in place of an earlier one of the same k, n and m."""
+        """Put a point in, in place of an earlier one of the same k, n and m; times kept up stay until there are new
+        ones, with the run that they came from."""
         point = measured.point
         key = (point.k, point.n, point.m)
-        self.points = [entry for entry in self.points if (entry["k"], entry["n"], entry["m"]) != key]
+        earlier = next((entry for entry in self.points if (entry["k"], entry["n"], entry["m"]) == key), {})
+        self.points = [entry for entry in self.points if entry is not earlier]
         entry: dict[str, Any] = {"k": point.k, "n": point.n, "m": point.m, "run": run}
         entry["us"] = {name: [_short(value) for value in values] for name, values in measured.us.items()}
         if measured.sustained:
             entry["sustained"] = {name: _short(value) for name, value in measured.sustained.items()}
+        elif "sustained" in earlier:
+            entry["sustained"] = earlier["sustained"]
+            entry["sustained_run"] = earlier.get("sustained_run", earlier["run"])
         entry["how"] = measured.how
         # Why an implementation takes no part at all stands in the head of the run, once.
         entry["missing"] = {name: why for name, why in measured.missing.items() if why.startswith(("wrong", "failed"))}
