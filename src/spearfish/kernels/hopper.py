@@ -133,7 +133,7 @@ _SHAPES = (
 _WIDE = HopperShape(256, 3, 1, 1)
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
-# us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to tried.csv)
+# us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to extras.csv)
 _LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 
 # ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
