@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from spearfish.compress import Recipe, compress, written
+from spearfish.compress.recover import fuse_blocks
 from spearfish.errors import SpearfishError
 from spearfish.models import ARCHITECTURES, load_dense
 from spearfish.text import read_text
@@ -54,6 +55,16 @@ def test_compiled_blocks_are_not_compiled_for_it(place: Path, monkeypatch: pytes
     assert not asked
     model(input_ids=plain)
     assert asked, "the blocks are not compiled at all"
+
+
+def test_recoverys_teacher_writes_what_a_plain_model_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks keep the rotary tables of their first call: in text, every token would stand at the first place."""
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    dense = load_dense(place / "dense")
+    plain = written.write(dense.whole(), dense.tokenizer(), 4, 40)
+    teacher = dense.whole()
+    fuse_blocks(teacher, dense.block_paths(teacher), torch.device("cpu"))
+    assert torch.equal(written.write(teacher, dense.tokenizer(), 4, 40), plain)
 
 
 def test_it_is_the_models_own_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
