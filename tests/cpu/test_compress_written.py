@@ -34,8 +34,35 @@ def test_windows_are_whole_and_repeat(place: Path, monkeypatch: pytest.MonkeyPat
     assert tokens.min() >= 0 and tokens.max() < 512
     assert torch.equal(tokens, written.write(model, tokenizer, 6, 40, seed=3))
     assert not torch.equal(tokens, written.write(model, tokenizer, 6, 40, seed=4))
-    # No time at all still gives one batch.
-    assert len(written.write(model, tokenizer, 6, 40, seconds=0.0)) == 4
+    # No time at all still gives one batch; the two that six windows take are of one size.
+    assert len(written.write(model, tokenizer, 6, 40, seconds=0.0)) == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_texts_stand_side_by_side(place: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Written apart, and what every window begins with stands once."""
+    monkeypatch.setattr(written, "AT_ONCE_CPU", 8)
+    monkeypatch.setattr(written, "BEGINNINGS", 64)
+    dense = load_dense(place / "dense")
+    model, tokenizer = dense.whole(), dense.tokenizer()
+    asked: list[int] = []
+    predict = written._Desk.predict
+
+    def watched(desk: written._Desk, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        asked.append(position)
+        return predict(desk, tokens, position)
+
+    monkeypatch.setattr(written._Desk, "predict", watched)
+    if first:
+        plain = type(tokenizer).__call__
+        monkeypatch.setattr(
+            type(tokenizer), "__call__",
+            lambda self, said, **named: plain(self, said, **named) if said else type("Ids", (), {"input_ids": [7]})(),
+        )  # fmt: skip
+    tokens = written.write(model, tokenizer, 6, 41, seed=3, texts=2)
+    assert tokens.shape == (6, 41) and max(asked) == 19  # predictions for 21 tokens each
+    assert (tokens[:, 0] == 7).all() == first
+    assert len({tuple(row) for row in tokens[:, -15:].tolist()}) == 6
 
 
 def test_compiled_blocks_are_not_compiled_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from spearfish import text
+from spearfish.compress import glance
+from spearfish.compress.recover import fused
 from spearfish.compress.replay import Repeated
 from spearfish.errors import SpearfishError
 from spearfish.models import need_transformers
@@ -46,9 +48,9 @@ PROSE = "addresses"  # what ships with the package; passages begin at a random s
 PROSE_TOKENS = 24
 # A small model at one is less sure of its own text than of real prose, and 0.9 gives text of about the same perplexity.
 TEMPERATURES = (0.85, 1.0)
-AT_ONCE = 4096  # windows on a GPU, where a step of one costs nearly as much as one of a thousand
+AT_ONCE = 4096  # windows of 512 tokens on a GPU, where a step of one costs nearly as much as one of a thousand
 AT_ONCE_CPU = 64
-BEGINNINGS = 8192
+BEGINNINGS = 65536  # different ones at most
 REACH = 64  # keys and values that attention takes in are a multiple of these: each has its own recording
 
 
@@ -80,7 +82,9 @@ class _Desk:
         in front of them. Raises SpearfishError if the model keeps its keys and values elsewhere."""
         self.given.copy_(tokens[:, None])
         self.place.fill_(position)
-        self.reach = min((position // REACH + 1) * REACH, self.length)
+        # The kernel for one token stops by itself where nothing is written yet: one recording does for all places.
+        whole = self.device.type == "cuda" and glance.AVAILABLE
+        self.reach = self.length if whole else min((position // REACH + 1) * REACH, self.length)
         if self.reach not in self.steps:
             self.steps[self.reach] = Repeated(self._step, self.device)
         config: Any = self.model.config
@@ -122,12 +126,15 @@ class _Desk:
         keys, values = self.slots[module.layer_idx]
         keys.index_copy_(2, self.place, key)
         values.index_copy_(2, self.place, value)
+        # The heads that share keys and values stand where the tokens of a longer query would.
+        grouped = query.reshape(size, key.shape[1], -1, width)
+        if glance.fits(grouped, value):
+            out = glance.attend(grouped, keys, values, self.place, scaling, sliding_window)
+            return out.reshape(size, 1, heads, -1), None
         index = self.index[: self.reach]
         seen = index <= self.place
         if sliding_window is not None:
             seen = seen & (index > self.place - sliding_window)
-        # The heads that share keys and values stand where the tokens of a longer query would.
-        grouped = query.reshape(size, key.shape[1], -1, width)
         out = nn.functional.scaled_dot_product_attention(
             grouped, keys[:, :, : self.reach], values[:, :, : self.reach], seen[None, None, None], scale=scaling
         )
@@ -163,38 +170,47 @@ def write(
     seed: int = 0,
     seconds: float | None = None,
     progress: Callable[[str, int, int, str], None] | None = None,
+    texts: int = 1,
 ) -> torch.Tensor:
     """int64 [count, length] sampled from a causal language model; fewer windows, but one batch at least, if `seconds`
     are over before. The same seed gives the same text on the same machine.
+
+    texts: so many stand side by side in each window, written apart: shorter ones take less time.
 
     Raises SpearfishError if its vocabulary has no words to begin with, or a prediction is not finite.
     """
     device = next(model.parameters()).device
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)), device=device, dtype=torch.int64)
     prefix = torch.tensor(list(tokenizer("").input_ids), device=device, dtype=torch.int64)
+    window, length = length, len(prefix) - (len(prefix) - length) // texts
     between = torch.tensor(tokenizer("\n\n", add_special_tokens=False).input_ids, device=device, dtype=torch.int64)
-    beginnings = _beginnings(tokenizer, seed).to(device)
+    beginnings = _beginnings(tokenizer, seed, min(BEGINNINGS, 2 * count * texts)).to(device)
     batch = AT_ONCE_CPU
     if device.type == "cuda":
-        batch = windows_that_fit(AT_ONCE, length, torch.cuda.mem_get_info(device)[0], model.config)
-    batch = min(batch, count)
+        batch = windows_that_fit(AT_ONCE * 512 // length, length, torch.cuda.mem_get_info(device)[0], model.config)
+    batch = min(batch // texts or 1, count)
+    batch = -(-count // -(-count // batch))  # as many batches as that takes, all of one size
     generator = torch.Generator(device).manual_seed(seed)
     begin = time.perf_counter()
-    desk = _Desk(model, batch, length)
+    desk = _Desk(model, batch * texts, length)
     parts: list[torch.Tensor] = []
     done = 0
-    while done < count:
-        parts.append(_batch(desk, prefix, between, beginnings, special, generator).cpu())
-        done += batch
-        took = time.perf_counter() - begin
-        if progress is not None:
-            progress("writing", min(done, count), count, f"{done * length / took:.0f} tokens/s")
-        if seconds is not None and took * (done + batch) / done > seconds:
-            break
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        while done < count:
+            parts.append(_batch(desk, prefix, between, beginnings, special, generator).cpu())
+            done += batch
+            took = time.perf_counter() - begin
+            if progress is not None:
+                progress("writing", min(done, count), count, f"{done * window / took:.0f} tokens/s")
+            if seconds is not None and took * (done + batch) / done > seconds:
+                break
     del desk
     if device.type == "cuda":
         torch.cuda.empty_cache()  # half of the GPU is set free: others look at how much there is
-    return torch.cat(parts)[:count]
+    written = torch.cat(parts).reshape(-1, texts, length)[:count]
+    # What every window begins with stands once.
+    return torch.cat((written[:, 0, : len(prefix)], written[:, :, len(prefix) :].flatten(1)), dim=1)[:, :window]
 
 
 def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
@@ -205,8 +221,8 @@ def windows_that_fit(wanted: int, length: int, free: int, config: Any) -> int:
     return max(min(wanted, free // (2 * each)), 1)
 
 
-def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
-    """int64 [BEGINNINGS, longest] tokens that a text may begin with, filled up with -1; the words are those of the
+def _beginnings(tokenizer: Any, seed: int, number: int) -> torch.Tensor:
+    """int64 [number, longest] tokens that a text may begin with, filled up with -1; the words are those of the
     vocabulary with three letters or more that are one token, for openers and questions those with a capital."""
     decoded = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
     words = sorted({word for word in map(str.strip, decoded) if len(word) >= 3 and word.isalpha()})
@@ -220,7 +236,7 @@ def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
         return choices[int(torch.randint(len(choices), (1,), generator=chooser))]
 
     texts = []
-    for index in range(BEGINNINGS):
+    for index in range(number):
         kind = KINDS[index % len(KINDS)]
         if kind == "word":
             said = one_of(words)
@@ -235,7 +251,7 @@ def _beginnings(tokenizer: Any, seed: int) -> torch.Tensor:
                 said = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         texts.append(said)
     encoded = [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-    for index in range(KINDS.index("prose"), BEGINNINGS, len(KINDS)):
+    for index in range(KINDS.index("prose"), number, len(KINDS)):
         encoded[index] = encoded[index][:PROSE_TOKENS]
     return nn.utils.rnn.pad_sequence(encoded, batch_first=True, padding_value=-1)
 
@@ -249,6 +265,7 @@ def _batch(
     generator: torch.Generator,
 ) -> torch.Tensor:
     """int64 [size, length]."""
+    draw = fused(_draw, special.device)
     device, (size, _), length = special.device, desk.given.shape, desk.length
     tokens = torch.empty(size, length, dtype=torch.int64, device=device)
     temperature = torch.linspace(*TEMPERATURES, size, device=device)[:, None]
@@ -264,14 +281,19 @@ def _batch(
             logits = desk.predict(chosen, position - 1)
             if position == 1 and not logits.isfinite().all():
                 raise SpearfishError("the model's predictions are not finite: it cannot write its own calibration text")
-            chances = (logits.float() / temperature).softmax(-1)
-            sampled = torch.multinomial(chances, 1, generator=generator)[:, 0]
+            sampled = draw(logits, temperature)
             ended = torch.isin(sampled, special) & (forced[:, 0] < 0)
             forced = torch.where(ended[:, None], _some(next_texts, size, generator), forced)
             chosen = torch.where(forced[:, 0] >= 0, forced[:, 0], sampled)
         forced = torch.cat((forced[:, 1:], torch.full_like(forced[:, :1], -1)), dim=1)
         tokens[:, position] = chosen
     return tokens
+
+
+def _draw(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """One token for each row of logits [n, v]: the largest logit after Gumbel noise is a sample of their softmax."""
+    noise = -(-torch.rand_like(logits, dtype=torch.float32).clamp_min(1e-20).log()).log()
+    return (logits.float() / temperature + noise).argmax(-1)
 
 
 def _some(rows: torch.Tensor, size: int, generator: torch.Generator) -> torch.Tensor:
