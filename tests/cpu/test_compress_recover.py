@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import tiny
@@ -15,7 +16,7 @@ from spearfish import sparse24
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress
 from spearfish.compress.pipeline import _mixed
-from spearfish.compress.recover import GridLinear, Recovery, Settings, _Divergence, rate_at, tokens_that_fit
+from spearfish.compress.recover import GridLinear, Recovery, Settings, _Divergence, distance, rate_at, tokens_that_fit
 from spearfish.errors import SpearfishError
 from spearfish.models import load_dense
 from spearfish.reference import dequantize
@@ -115,6 +116,26 @@ def test_masks_that_move_end_as_masks(place: Path, tmp_path: Path) -> None:
     assert again.layers[name].mask is not None and torch.equal(again.layers[name].mask, linear.mask)
 
 
+def test_every_number_of_a_hidden_state_counts_by_its_usual_size(place: Path) -> None:
+    """One that is a thousand times the others would own the distance."""
+    dense = load_dense(place / "dense")
+    tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 32)[:8]
+    recovery = Recovery(dense, {}, Settings(evenly=True), CPU, fast=False)
+    with torch.no_grad():
+        goal = recovery.watched[0](tokens)[0][0]
+        by = recovery._usual_sizes(tokens)[0]
+    assert by.shape == (128,)
+    off = torch.zeros_like(goal)
+    off[:, 3] = goal[:, 3]  # all of one number is lost
+    small = distance((goal - off) * by, goal * by)
+    assert small == pytest.approx(1 / 128, rel=0.5)
+    huge = goal.clone()
+    huge[:, 3] *= 1000
+    assert distance(huge - off * 1000, huge) > 0.9
+    share = nn.functional.normalize(huge, dim=-1).square().mean(0).sqrt().reciprocal()
+    assert distance((huge - off * 1000) * share, huge * share) < 0.4
+
+
 def test_rates_warm_up_and_fade() -> None:
     assert rate_at(0.0, 0.1) == 0 and rate_at(0.05, 0.1) == pytest.approx(0.5)
     assert rate_at(0.1, 0.1) == pytest.approx(1) and rate_at(0.55, 0.1) == pytest.approx(0.5)
@@ -198,7 +219,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_end(place: Path, tmp_path: 
     tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 64)
     module = dense.whole().get_submodule("model.layers.0.mlp.up_proj")
     weights = {"model.layers.0.mlp.up_proj": tiny.round_to_nearest(module.weight)}
-    settings = Settings(steps=6, tokens=128, length=64, table=table)
+    settings = Settings(steps=6, tokens=128, length=64, table=table, evenly=bool(table))
 
     def silent(*_: object) -> None:
         pass

@@ -51,6 +51,8 @@ class Settings:
     table: the embedding and what predicts words learn too, by that share of their mean size a step; 0: they do not.
     masks: share of the budget during which masks may still move: places that are pruned learn too, held back by
     `decay` a step, and take the place of a kept one that they have outgrown.
+    evenly: in the blocks' outputs each number counts by how far it is off for its usual size; else a few large ones own
+    the distance (in most of SmolLM2's blocks, five of 576 make more than half of a state's squared length).
     """
 
     budget: float = 300.0
@@ -66,14 +68,18 @@ class Settings:
     table: float = 0.0
     masks: float = 0.0
     decay: float = 0.01
+    evenly: bool = False
     seed: int = 0
     save_every: float = 180.0
 
 
 def settings_on(device: torch.device) -> dict[str, Any]:
     """What pays on a device besides the defaults: a GPU sees hundreds of times more text in the same time, in larger
-    steps."""
-    return {"tokens": 16384, "length": 512, "rate": 0.03, "rounded": 0.3} if device.type == "cuda" else {}
+    steps. How it is taught was measured there, change by change (docs/accuracy.md), and not on a CPU."""
+    if device.type != "cuda":
+        return {}
+    teaching = {"evenly": True, "features": 4.0, "features_end": 0.25, "table": 1e-3}
+    return {"tokens": 8192, "length": 512, "rate": 0.03, "rounded": 0.3, **teaching}
 
 
 def tokens_that_fit(wanted: int, length: int, free: int, config: dict[str, Any]) -> int:
@@ -89,7 +95,8 @@ def _compiler_works() -> bool:
     """Whether torch can compile for the GPU here; it needs a C compiler besides Triton."""
     x = torch.ones(8, device="cuda", requires_grad=True)
     try:
-        torch.compile(lambda y: (y.sin() * y).sum())(x).backward()
+        with torch.enable_grad():  # whoever asks first may have switched it off
+            torch.compile(lambda y: (y.sin() * y).sum())(x).backward()
     except (RuntimeError, OSError, ImportError) as error:
         log.warning("torch cannot compile here, so steps take about twice as long: %s", error)
         return False
@@ -141,7 +148,7 @@ class _OnGrid(torch.autograd.Function):
         codes: torch.Tensor,
         scales: torch.Tensor,
         mask: torch.Tensor | None,
-        free: bool,
+        free: torch.Tensor,
         share: torch.Tensor,
         low: int,
         high: int,
@@ -149,20 +156,20 @@ class _OnGrid(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         values = torch.lerp(codes, codes.round().clamp_(low, high), share).to(dtype)
-        if free and mask is not None:  # the pruned places hold something then
+        if mask is not None:  # while masks may move, the pruned places hold something
             values = values * mask
         wide = scales.to(dtype).repeat_interleave(size, dim=1)[:, : codes.shape[1]]
-        ctx.save_for_backward(values, wide, None if free else mask)
+        ctx.save_for_backward(values, wide, mask, free)
         ctx.size, ctx.groups = size, scales.shape[1]
         return values * wide
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        values, wide, mask = ctx.saved_tensors
+        values, wide, mask, free = ctx.saved_tensors
         by_code = gradient * wide
         if mask is not None:
-            by_code *= mask
+            by_code *= mask | free
         n, k = values.shape
         by_scale = F.pad(gradient * values, (0, ctx.groups * ctx.size - k)).view(n, ctx.groups, ctx.size)
         return by_code.float(), by_scale.float().sum(-1), None, None, None, None, None, None, None
@@ -190,8 +197,9 @@ class GridLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
         self.scheme = scheme
         self.dtype = dtype
-        self.share = torch.zeros((), device=device)  # a tensor: a recorded step reads it anew each time
-        self.free = False
+        # Tensors: a recorded step reads them anew each time, and nothing is compiled anew when they change.
+        self.share = torch.zeros((), device=device)
+        self.free = torch.zeros((), device=device, dtype=torch.bool)  # whether pruned places learn too
 
     @torch.no_grad()
     def remask(self) -> None:
@@ -208,7 +216,6 @@ class GridLinear(nn.Module):
     @torch.no_grad()
     def settle(self) -> None:
         """Ends the time in which the mask may move."""
-        self.free = False
         if self.mask is not None:
             self.codes.mul_(self.mask)
 
@@ -441,13 +448,16 @@ class Recovery:
             fused=True,
             capturable=gpu,
         )
-        # What a recorded step reads anew each time; the share is one for all layers and groups.
+        # What a recorded step reads anew each time; these are one for all layers and groups.
         self.share = torch.zeros((), device=device)
         self.features = torch.zeros((), device=device)
+        self.free = torch.zeros((), device=device, dtype=torch.bool)
         for layer in self.layers.values():
-            layer.share = self.share
+            layer.share, layer.free = self.share, self.free
+        self.even: list[torch.Tensor] = []  # by block, for each number of a hidden state: one over its usual size
         self.tokens = torch.empty(0)
-        self.steps: dict[bool, Repeated] = {}  # by whether masks may move
+        self.one: Repeated | None = None
+        self.moved = False  # whether masks have moved since they were settled
         self.step = 0
         self.elapsed = 0.0
         self.losses: list[float] = []
@@ -462,6 +472,8 @@ class Recovery:
         begin = time.perf_counter() - self.elapsed
         last_save = time.perf_counter()
         per_step = max(1, settings.tokens // tokens.shape[1])
+        if settings.evenly and settings.features:
+            self.even = self._usual_sizes(tokens[torch.arange(per_step) % len(tokens)])
         sync = SYNC_EVERY if self.device.type == "cuda" else 1
         longest = 0.0
         pending: list[torch.Tensor] = []
@@ -511,25 +523,22 @@ class Recovery:
         settings = self.settings
         self.share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
         free = fraction < settings.masks
-        for layer in self.layers.values():
-            if layer.free and not free:
+        self.free.fill_(free)
+        if self.moved and not free:
+            for layer in self.layers.values():
                 layer.settle()
-            layer.free = free
+        self.moved = free
         self.features.fill_(settings.features * (1 + (settings.features_end - 1) * fraction))
         set_rates(self.optimiser, rate_at(fraction, settings.warmup))
-        if self.tokens.shape != tokens.shape:
+        if self.tokens.shape != tokens.shape or self.one is None:
             self.tokens = tokens.to(self.device)
-            self.steps.clear()
+            self.one = Repeated(self._learn, self.device)
         self.tokens.copy_(tokens)
-        if free not in self.steps:
-            self.steps.clear()  # and with it the memory of the other
-            self.steps[free] = Repeated(self._learn, self.device)
-        loss = self.steps[free]().clone()
-        if free:
+        loss = self.one().clone()
+        if free and self.step % REMASK_EVERY == REMASK_EVERY - 1:
             for layer in self.layers.values():
-                layer.hold_back(settings.decay)
-                if self.step % REMASK_EVERY == REMASK_EVERY - 1:
-                    layer.remask()
+                layer.hold_back(1 - (1 - settings.decay) ** REMASK_EVERY)
+                layer.remask()
         return loss
 
     def _learn(self) -> torch.Tensor:
@@ -542,6 +551,8 @@ class Recovery:
         )
         value = loss.detach()
         if self.settings.features and blocks:
+            if self.even:
+                blocks, goals = ([x * by for x, by in zip(xs, self.even, strict=True)] for xs in (blocks, goals))
             loss = loss + self.features * _feature_loss(blocks, goals)
         loss.backward()  # type: ignore[no-untyped-call]
         for table in self.tables.values():
@@ -551,6 +562,14 @@ class Recovery:
             table.give()
         self.optimiser.zero_grad(set_to_none=True)
         return value
+
+    @torch.no_grad()
+    def _usual_sizes(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """By block, one over the size [width] that each number of the dense model's output usually has beside the whole
+        of it."""
+        goals, _ = self.watched[0](tokens.to(self.device))
+        shares = [nn.functional.normalize(goal.float(), dim=-1) for goal in goals]
+        return [share.square().mean(0).sqrt().clamp_min(1e-4).reciprocal() for share in shares]
 
     def summary(self) -> dict[str, Any]:
         """For the report. The losses are means over the first and last tenth of the steps, in nats per token."""
