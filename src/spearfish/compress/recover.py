@@ -91,7 +91,7 @@ def tokens_that_fit(wanted: int, length: int, free: int, config: dict[str, Any])
 
 
 @cache
-def _compiler_works() -> bool:
+def compiler_works() -> bool:
     """Whether torch can compile for the GPU here; it needs a C compiler besides Triton."""
     x = torch.ones(8, device="cuda", requires_grad=True)
     try:
@@ -109,7 +109,7 @@ _COMPILED: dict[Any, Any] = {}
 def fused(function: Any, device: torch.device) -> Any:
     """The function, on a GPU with what lies between its matrix products fused into few passes over memory. Functions
     that share their code, such as the forward passes of a model's blocks, are compiled once."""
-    if device.type != "cuda" or not _compiler_works():
+    if device.type != "cuda" or not compiler_works():
         return function
     if isinstance(function, MethodType):
         return torch.compile(function, dynamic=False)

@@ -18,7 +18,7 @@ from torch import nn
 
 from spearfish import text
 from spearfish.compress import glance
-from spearfish.compress.recover import fused
+from spearfish.compress.recover import compiler_works, fused
 from spearfish.compress.replay import Repeated
 from spearfish.errors import SpearfishError
 from spearfish.models import need_transformers
@@ -75,6 +75,7 @@ class _Desk:
         self.slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.steps: dict[int, Repeated] = {}  # by reach
         self.reach = 0
+        self.glances = self.device.type == "cuda" and glance.AVAILABLE and compiler_works()
         need_transformers("writing text").AttentionInterface.register(self.IMPLEMENTATION, _attend)
 
     def predict(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
@@ -83,8 +84,7 @@ class _Desk:
         self.given.copy_(tokens[:, None])
         self.place.fill_(position)
         # The kernel for one token stops by itself where nothing is written yet: one recording does for all places.
-        whole = self.device.type == "cuda" and glance.AVAILABLE
-        self.reach = self.length if whole else min((position // REACH + 1) * REACH, self.length)
+        self.reach = self.length if self.glances else min((position // REACH + 1) * REACH, self.length)
         if self.reach not in self.steps:
             self.steps[self.reach] = Repeated(self._step, self.device)
         config: Any = self.model.config
@@ -128,7 +128,7 @@ class _Desk:
         values.index_copy_(2, self.place, value)
         # The heads that share keys and values stand where the tokens of a longer query would.
         grouped = query.reshape(size, key.shape[1], -1, width)
-        if glance.fits(grouped, value):
+        if self.glances and glance.fits(grouped, value):
             out = glance.attend(grouped, keys, values, self.place, scaling, sliding_window)
             return out.reshape(size, 1, heads, -1), None
         index = self.index[: self.reach]
