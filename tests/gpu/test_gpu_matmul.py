@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from torch import nn
 from spearfish import reference
 from spearfish.errors import UnsupportedError
 from spearfish.kernels.choose import families
-from spearfish.kernels.config import Problem, chip_of
+from spearfish.kernels.config import Family, Problem, chip_of
 from spearfish.kernels.matmul import matmul, prepare
-from spearfish.kernels.prepare import from_stream, to_stream
+from spearfish.kernels.prepare import PreparedWeight, from_stream, to_stream
 from spearfish.nn import QuantLinear, replace_linears
-from spearfish.scheme import QuantScheme
+from spearfish.scheme import QuantScheme, QuantWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 TOKENS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 257, 1000, 4096)
@@ -122,6 +123,26 @@ def test_every_configuration(family: str, scheme: QuantScheme, dtype: torch.dtyp
                 raise AssertionError(f"{config}: {error}") from error
 
 
+def right_and_the_same_three_times(
+    family: Family,
+    way: Any,
+    problem: Problem,
+    x: torch.Tensor,
+    weight: QuantWeight,
+    prepared: PreparedWeight,
+    bias: torch.Tensor,
+) -> None:
+    """`way` of `family` gives the right product, and the same bits whenever it is asked."""
+    assert prepared.stream is not None
+    bound, results = family.bind(way, problem, torch.cuda.current_device()), []
+    for _ in range(3):
+        results.append(poisoned(problem.m, problem.n, x.dtype))
+        bound(x, prepared.stream, prepared.column_scale, bias, results[-1])
+    check(results[0], x, weight, bias)
+    assert torch.equal(results[0], results[1]), way
+    assert torch.equal(results[0], results[2]), way
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", [QuantScheme(4, 128), QuantScheme(4, 32), QuantScheme(8), QuantScheme(16)], ids=str)
 @pytest.mark.parametrize("n", [4600, 9208])
@@ -138,12 +159,7 @@ def test_extra_blocks(n: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
         ways = [way for way in ways if family.why_not(way, problem, chip_of(device)) is None]
         count += len(ways)
         for way in ways:
-            bound, results = family.bind(way, problem, device), []
-            for _ in range(3):
-                results.append(poisoned(m, n, dtype))
-                bound(x, prepared.stream, prepared.column_scale, bias, results[-1])
-            check(results[0], x, weight, bias)
-            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), way
+            right_and_the_same_three_times(family, way, problem, x, weight, prepared, bias)
     assert count or chip_of(device).capability != 90
 
 
@@ -168,13 +184,7 @@ def test_wide_blocks(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     ways = [way for way in family.candidates(problem, chip_of(device)) if way.shape.is_wide]
     assert ways or chip_of(device).capability != 90
     for way in ways:
-        bound, results = family.bind(way, problem, device), []
-        for _ in range(3):
-            results.append(poisoned(m, n, dtype))
-            bound(x, prepared.stream, prepared.column_scale, bias, results[-1])
-        check(results[0], x, weight, bias)
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+        right_and_the_same_three_times(family, way, problem, x, weight, prepared, bias)
 
 
 def test_extreme_codes_and_outliers() -> None:

@@ -278,11 +278,12 @@ class HopperFamily:
             few = _WIDE_FEW * chip.multiprocessors / outputs if outputs < chip.multiprocessors else 0.0
             return _WIDE_LAUNCH + _WIDE_TILE * tiles / chip.multiprocessors + few
         waves = outputs * split / chip.multiprocessors
-        step = self._k_tile(config, problem, chip) * -(-problem.k_tiles // split)
+        tile = self._k_tile(config, problem, chip)
+        step = tile * -(-problem.k_tiles // split)
         fill = 2.38 + 0.0145 * shape.tokens
         if config.extras:
             own = problem.k_tiles - self._piece(config, problem, chip)
-            return fill + self._k_tile(config, problem, chip) * own / split + _ADD_PIECE + _sums(config, problem)
+            return fill + tile * own / split + _ADD_PIECE + _sums(config, problem)
         if config.even:
             return fill + step * outputs / chip.multiprocessors + 4.77 * shape.tokens * shape.block_n / 16384
         if shape.groups == split == 1 and not shape.is_decode:  # persistent: the next output's tiles follow at once
@@ -292,9 +293,7 @@ class HopperFamily:
             waves *= chip.multiprocessors / (chip.multiprocessors // 12 * 11 - 1)
         waves /= blocks
         turns = max(1.0, 0.42 * waves + 0.58 * math.ceil(waves)) if blocks == 2 else math.ceil(waves)
-        total = turns * (fill + step)
-        total += _sums(config, problem)
-        return total
+        return turns * (fill + step) + _sums(config, problem)
 
     def _k_tile(self, config: HopperConfig, problem: Problem, chip: Chip) -> float:
         """Microseconds of a multiprocessor for a k tile of all its blocks."""
