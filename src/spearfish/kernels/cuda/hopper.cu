@@ -220,28 +220,12 @@ struct Block {
         count = min(k_count - from, left);
         return output < outputs && left > 0;
     }
-    // Walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and weights in the L2.
-    __device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) const {
-        if (p.token_blocks == 1) {  // spare the divisions
-            n_block = output, token0 = 0;
-            return;
-        }
-        const int per_band = p.band * p.n_blocks;
-        const int band = output / per_band, rest = output - band * per_band;
-        const int width = min(p.band, p.token_blocks - band * p.band);
-        n_block = rest / width;
-        token0 = (band * p.band + rest % width) * kTokens;
-    }
 };
 
 // What a block has of the end of an output goes to global memory.
 __device__ __forceinline__ void leave_sums(const Params& p, const float (&acc)[kMTiles][kTokens / 2]) {
     float4* to = reinterpret_cast<float4*>(p.partial) + blockIdx.x * (kBlockN * kTokens / 4) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
-        const float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
-        __stcg(to + i * 32 * kConsumerWarps, make_float4(d[0], d[1], d[2], d[3]));
-    }
+    leave(to, 32 * kConsumerWarps, acc);
     consumer_sync<32 * kConsumerWarps>();
     if (threadIdx.x == 0) store_release(p.arrived + blockIdx.x, p.ticket);
 }
@@ -256,12 +240,7 @@ __device__ __forceinline__ float4* piece_sums(const Params& p, int output, int g
 // They go to global memory, and a flag for every block that shares the output says that they are there.
 __device__ __forceinline__ void leave_piece(const Params& p, const float (&acc)[kMTiles][kTokens / 2], int output,
                                             int group) {
-    float4* to = piece_sums(p, output, group);
-#pragma unroll
-    for (int i = 0; i < kMTiles * kTokens / 8; ++i) {
-        const float* d = &acc[i / (kTokens / 8)][i % (kTokens / 8) * 4];
-        __stcg(to + i * 128 * N_TILES, make_float4(d[0], d[1], d[2], d[3]));
-    }
+    leave(piece_sums(p, output, group), 128 * N_TILES, acc);
     consumer_sync<32 * kConsumerWarps>();
     if (threadIdx.x < p.split) store_release(p.arrived + output * p.split + threadIdx.x, p.ticket);
 }
@@ -388,7 +367,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
                 leave_sums(p, acc);
                 continue;
             }
-        b.place(p, output, n_block, token0);
+        place<kTokens>(p, output, n_block, token0);
         const int column0 = n_block * kBlockN;
         if (kGroups > 1 || (kExtras && p.extras) || cluster.several()) {  // one output a cluster
             if (kExtras && p.extras) take_piece(p, acc, output, b.k_rank, me.group);
@@ -413,7 +392,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
         constexpr int kPieces = 8 * kMTiles;  // 16-byte pieces of a token's row
         const int piece = (me.thread % 128) % kPieces;
         const int column = column0 + first_row + piece * 8;
-        const bool wide = p.n % 8 == 0;
+        const bool aligned = p.n % 8 == 0;
 #pragma unroll
         for (int first_token = 0; first_token < kTokens; first_token += kOutTokens) {
             warpgroup_sync(me.warpgroup);  // the last reads are over
@@ -437,15 +416,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
             for (int token = (me.thread % 128) / kPieces; token < kOutTokens && first_token + token < tokens;
                  token += 128 / kPieces) {
                 const uint4 v = load16(out + 2 * (token * kOutStride + piece * 8));
-                u16* to = p.y + static_cast<i64>(token0 + first_token + token) * p.n + column;
-                if (wide) {
-                    if (column < p.n) *(uint4*)to = v;
-                } else {
-                    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if (column + e < p.n) to[e] = (u16)(words[e / 2] >> (16 * (e % 2)));
-                }
+                store_eight(p, token0 + first_token + token, column, v, aligned);
             }
         }
     }
@@ -491,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
         // Weights do not depend on the kernel before this one: the first are asked for at once.
-        b.place(p, b.first, n_block, token0);
+        place<kTokens>(p, b.first, n_block, token0);
         if (producer < begun) send_weights(b.skipped + producer, producer);
     } else {
         init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES * kArriving);  // by the warps of one group
@@ -514,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
             if (output >= b.outputs || units <= 0) break;
             if (output != placed) {
-                b.place(p, placed = output, n_block, token0);
+                place<kTokens>(p, placed = output, n_block, token0);
                 // The next block begins with the first k tiles of the last output.
                 if (kEven && output == b.last) shift = b.last_count;
             }

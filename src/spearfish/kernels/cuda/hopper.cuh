@@ -69,6 +69,9 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+__device__ __forceinline__ void arrive_relaxed(u32 remote_bar) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
+}
 // Relaxed: what neighbours exchange is ordered by mbarriers; .release would be a fence over the whole GPU (1 us,
 // measured).
 __device__ __forceinline__ void cluster_arrive() {
@@ -92,6 +95,14 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int row, in
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
             "r"(to),
         "l"(map), "r"(row), "r"(piece), "r"(bar)
+        : "memory");
+}
+// The same for both blocks of a pair, at the same place in the shared memory of each.
+__device__ __forceinline__ void copy_x_to_both(u32 to, const TensorMap* map, int row, int piece, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {0, %2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(row), "r"(piece), "r"(bar), "h"(static_cast<u16>(3))
         : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
@@ -236,6 +247,46 @@ struct Cluster {
         if (several()) cluster_arrive(), cluster_wait();
     }
 };
+
+// ----------------------------------------------------------------------------------------------------------- outputs
+
+// Where an output lies. They walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and
+// weights in the L2.
+template <int kTokens>
+__device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) {
+    if (p.token_blocks == 1) {  // spare the divisions
+        n_block = output, token0 = 0;
+        return;
+    }
+    const int per_band = p.band * p.n_blocks;
+    const int band = output / per_band, rest = output - band * per_band;
+    const int width = min(p.band, p.token_blocks - band * p.band);
+    n_block = rest / width;
+    token0 = (band * p.band + rest % width) * kTokens;
+}
+
+// Eight numbers of y from `column` on, those that y has; `aligned` if rows of y are multiples of 16 bytes.
+__device__ __forceinline__ void store_eight(const Params& p, int token, int column, uint4 v, bool aligned) {
+    u16* to = p.y + static_cast<i64>(token) * p.n + column;
+    if (aligned) {
+        if (column < p.n) *(uint4*)to = v;
+    } else {
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (column + e < p.n) to[e] = (u16)(words[e / 2] >> (16 * (e % 2)));
+    }
+}
+
+// All accumulators of a thread to global memory, four at a time, `stride` float4 apart.
+template <int kParts, int kNumbers>
+__device__ __forceinline__ void leave(float4* to, int stride, const float (&acc)[kParts][kNumbers]) {
+#pragma unroll
+    for (int i = 0; i < kParts * kNumbers / 4; ++i) {
+        const float* d = &acc[i / (kNumbers / 4)][i % (kNumbers / 4) * 4];
+        __stcg(to + i * stride, make_float4(d[0], d[1], d[2], d[3]));
+    }
+}
 
 // ------------------------------------------------------------------------------------------------------ partial sums
 //
