@@ -367,7 +367,7 @@ __device__ __forceinline__ void consume(const Params& p, const void* shared, con
                 leave_sums(p, acc);
                 continue;
             }
-        place<kTokens>(p, output, n_block, token0);
+        place_output<kTokens>(p, output, n_block, token0);
         const int column0 = n_block * kBlockN;
         if (kGroups > 1 || (kExtras && p.extras) || cluster.several()) {  // one output a cluster
             if (kExtras && p.extras) take_piece(p, acc, output, b.k_rank, me.group);
@@ -462,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         __syncwarp();
         // Weights do not depend on the kernel before this one: the first are asked for at once.
-        place<kTokens>(p, b.first, n_block, token0);
+        place_output<kTokens>(p, b.first, n_block, token0);
         if (producer < begun) send_weights(b.skipped + producer, producer);
     } else {
         init_barriers(b.sh_full, 4, p, warp, kConsumerWarps, 4 * N_TILES * kArriving);  // by the warps of one group
@@ -485,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper(const __grid_co
             for (; i >= b.k_count; i -= b.k_count) output += b.stride;
             if (output >= b.outputs || units <= 0) break;
             if (output != placed) {
-                place<kTokens>(p, placed = output, n_block, token0);
+                place_output<kTokens>(p, placed = output, n_block, token0);
                 // The next block begins with the first k tiles of the last output.
                 if (kEven && output == b.last) shift = b.last_count;
             }

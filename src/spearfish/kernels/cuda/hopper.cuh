@@ -253,7 +253,7 @@ struct Cluster {
 // Where an output lies. They walk `band` token blocks, then the next rows, so that a wave of blocks shares both x and
 // weights in the L2.
 template <int kTokens>
-__device__ __forceinline__ void place(const Params& p, int output, int& n_block, int& token0) {
+__device__ __forceinline__ void place_output(const Params& p, int output, int& n_block, int& token0) {
     if (p.token_blocks == 1) {  // spare the divisions
         n_block = output, token0 = 0;
         return;

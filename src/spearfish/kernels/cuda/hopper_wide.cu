@@ -106,7 +106,7 @@ __device__ __forceinline__ bool piece_of(const Params& p, int turn, Piece& to) {
 
 // Where this block's part of an output lies.
 __device__ __forceinline__ void place_own(const Params& p, int output, int& n_block, int& token0) {
-    place<kTokens>(p, output, n_block, token0);
+    place_output<kTokens>(p, output, n_block, token0);
     n_block = n_block * kPair + rank();
 }
 
