@@ -66,7 +66,7 @@ def test_the_table_meets_every_kernel() -> None:
     few = {case.scheme for case in sanitizer_set.table(few=True)}
     assert len(few) == 3
     options = {families: options for tool, families, options in sanitize.RUNS if tool == "racecheck"}
-    assert options == {"portable": ("--few",), "hopper": ("--few", "--every-lane")}
+    assert options == {"portable": ("--few", "--every-lane"), "hopper": ("--few", "--every-lane")}
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Tool, families, options of sanitizer_set.py. Racecheck by family: it may not know all that one of them uses.
 RUNS = (
-    ("racecheck", "portable", ("--few",)),
+    ("racecheck", "portable", ("--few", "--every-lane")),
     ("racecheck", "hopper", ("--few", "--every-lane")),
     ("memcheck", "portable unpack", ()),
     ("memcheck", "hopper", ()),

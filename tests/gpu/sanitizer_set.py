@@ -34,6 +34,7 @@ from gpu_reference import ROUNDING, compile_all, expect, random_weight
 from torch.nn import functional
 
 from spearfish import reference
+from spearfish.kernels import config as cut
 from spearfish.kernels import hopper, jit
 from spearfish.kernels.choose import families
 from spearfish.kernels.config import Chip, Problem, chip_of
@@ -186,8 +187,9 @@ def plant(tool: str) -> None:
 
 
 def let_every_lane_arrive() -> None:
-    made = hopper._macros
-    hopper._macros = lambda shape, problem: (*made(shape, problem), ("EVERY_LANE_ARRIVES", 1))
+    for module, name in ((hopper, "_macros"), (cut, "macros")):
+        made = getattr(module, name)
+        setattr(module, name, lambda *asked, made=made: (*made(*asked), ("EVERY_LANE_ARRIVES", 1)))
 
 
 def main() -> None:
@@ -195,7 +197,9 @@ def main() -> None:
     names = [family.name for family in families()]
     parser.add_argument("--families", nargs="+", choices=names, default=names, help="whose kernels to run")
     parser.add_argument("--few", action="store_true", help="a few cases, for racecheck")
-    parser.add_argument("--every-lane", action="store_true", help="every lane gives stages back, for racecheck")
+    parser.add_argument(
+        "--every-lane", action="store_true", help="every lane of a warp arrives at mbarriers, for racecheck"
+    )
     parser.add_argument("--seconds", type=float, default=30, help="begin no case after that time")
     parser.add_argument("--compile", action="store_true", help="only compile all kernels, before a tool slows it down")
     parser.add_argument("--plant", choices=("memcheck", "initcheck", "synccheck", "racecheck"), help="only a fault")

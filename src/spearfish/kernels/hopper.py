@@ -38,8 +38,7 @@ class HopperShape:
 
     `n_tiles` warpgroups side by side times `groups` behind one another along k; each owns `m_tiles` weight tiles of 64
     rows. `blocks` is the number of blocks for which the registers of a multiprocessor must suffice. A stage of the ring
-    has a k tile for every group (decode), or one, which the groups take in turn. `pair`: so many blocks, a cluster side
-    by side, fetch x together (wide).
+    has a k tile for every group (decode), or one, which the groups take in turn.
     """
 
     tokens: int
@@ -47,7 +46,6 @@ class HopperShape:
     m_tiles: int
     groups: int
     blocks: int = 1
-    pair: int = 1
 
     @property
     def is_decode(self) -> bool:
@@ -59,8 +57,7 @@ class HopperShape:
 
     @property
     def block_n(self) -> int:
-        """Rows of a block, or of the blocks of a pair."""
-        return TILE_N * self.n_tiles * self.m_tiles * self.pair
+        return TILE_N * self.n_tiles * self.m_tiles
 
     @property
     def threads(self) -> int:
@@ -110,8 +107,7 @@ class HopperConfig:
         kernel = "decode" if s.is_decode else "wgmma"
         ways = f"{s.groups} along k, k " + ("shared out evenly" if self.even else f"in {self.split}")
         ways += f" with {self.extras} extra blocks" if self.extras else ""
-        paired = " of a pair" if s.pair > 1 else ""
-        return f"{kernel} {s.tokens} x {s.block_n} tokens x rows{paired}, {ways}, {self.blocks} on a multiprocessor"
+        return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
 # What 4-bit weights may use; the others use the first of each number of tokens.
@@ -134,7 +130,7 @@ _SHAPES = (
     HopperShape(128, 2, 2, 1),
 )
 # hopper_wide.cu: the two halves of its tokens side by side
-_WIDE = (HopperShape(256, 3, 1, 1), HopperShape(256, 3, 1, 1, pair=2))
+_WIDE = HopperShape(256, 3, 1, 1)
 _KINDS = ("int4_24", "int8_24", "f16_24")
 
 # us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to extras.csv)
@@ -143,10 +139,10 @@ _LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 # ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
 _NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
 # The same with 16-bit weights, which pass shared memory twice and weigh more there (fitted to wide.csv).
-_NANOSECONDS_16 = _NANOSECONDS | {64: (182.0, 2.1), 128: (245.0, 85.0)}
-# us of a launch with a wide shape, of a multiprocessor for a weight tile times 128 tokens (by itself or in a pair), and
-# for each block that shares an output where there are fewer of them than multiprocessors.
-_WIDE_LAUNCH, _WIDE_TILE, _WIDE_FEW = 9.0, {1: 0.268, 2: 0.263}, 4.0
+_NANOSECONDS_16 = _NANOSECONDS | {64: (182.0, 2.1), 128: (232.0, 85.0)}
+# us of a launch with the wide shape, of a multiprocessor for a weight tile times 128 tokens, and for each block that
+# shares an output where there are fewer of them than multiprocessors.
+_WIDE_LAUNCH, _WIDE_TILE, _WIDE_FEW = 9.0, 0.255, 4.0
 
 
 def shapes(kind: str) -> tuple[HopperShape, ...]:
@@ -161,7 +157,7 @@ def shapes(kind: str) -> tuple[HopperShape, ...]:
     for shape in _SHAPES:
         if shape.tokens == 128 or shape.tokens not in first:
             first[shape.tokens] = shape
-    return (*first.values(), *((HopperShape(128, 2, 1, 1), *_WIDE) if kind == "f16_24" else ()))
+    return (*first.values(), *((HopperShape(128, 2, 1, 1), _WIDE) if kind == "f16_24" else ()))
 
 
 @dataclass(frozen=True)
@@ -278,10 +274,9 @@ class HopperFamily:
         shape, split, blocks = config.shape, config.split, config.blocks
         outputs = _outputs(shape, problem)
         if shape.is_wide:
-            blocks = outputs * shape.pair
-            tiles = blocks * shape.n_tiles * (shape.tokens // 128) * problem.k_tiles
-            few = _WIDE_FEW * chip.multiprocessors / blocks if blocks < chip.multiprocessors else 0.0
-            return _WIDE_LAUNCH + _WIDE_TILE[shape.pair] * tiles / chip.multiprocessors + few
+            tiles = outputs * shape.n_tiles * (shape.tokens // 128) * problem.k_tiles
+            few = _WIDE_FEW * chip.multiprocessors / outputs if outputs < chip.multiprocessors else 0.0
+            return _WIDE_LAUNCH + _WIDE_TILE * tiles / chip.multiprocessors + few
         waves = outputs * split / chip.multiprocessors
         tile = self._k_tile(config, problem, chip)
         step = tile * -(-problem.k_tiles // split)
@@ -333,7 +328,7 @@ class HopperFamily:
         if found is None:  # why_not has said so
             raise ValueError(f"{config} does not fit")
         variant = jit.Variant(*_source(shape), ARCH, _macros(shape, problem))
-        n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles * shape.pair))
+        n_blocks = -(-problem.n_tiles // (shape.n_tiles * shape.m_tiles))
         token_blocks, cluster = -(-problem.m // shape.tokens), config.split
         units = spare = whole = flag_bytes = work_bytes = 0
         outputs, own = n_blocks * token_blocks, problem.k_tiles
@@ -346,14 +341,13 @@ class HopperFamily:
                 flag_bytes = -(-8 * outputs * cluster // 128) * 128
                 work_bytes = flag_bytes + 4 * outputs * shape.groups * shape.block_n * shape.tokens
         elif config.even:
-            clusters, cluster = chip.multiprocessors // shape.pair, shape.pair
-            grid = (clusters * cluster, 1, 1)
+            grid = (chip.multiprocessors, 1, 1)
             if shape.is_wide:
-                turns, rest = divmod(outputs, clusters)
+                turns, rest = divmod(outputs, chip.multiprocessors)
                 whole = turns - 1 if turns and rest else turns
-            units, spare = divmod((outputs - whole * clusters) * problem.k_tiles, clusters)
+            units, spare = divmod((outputs - whole * chip.multiprocessors) * problem.k_tiles, chip.multiprocessors)
             flag_bytes = -(-8 * chip.multiprocessors // 128) * 128
-            work_bytes = flag_bytes + 4 * clusters * shape.block_n * shape.tokens
+            work_bytes = flag_bytes + 4 * chip.multiprocessors * shape.block_n * shape.tokens
         else:
             grid = (min(n_blocks * token_blocks, chip.multiprocessors), 1, 1)
         # More than half, so that there is no second beside it.
@@ -377,8 +371,7 @@ class HopperFamily:
         )
         params, lock, launch, pack = launcher.params, launcher.lock, launcher.launch, _POINTERS.pack_into
         current_stream = torch._C._cuda_getCurrentRawStream
-        box = (1 if shape.is_wide else shape.stage_tiles * TILE_K // 64, shape.tokens // shape.pair)
-        k, m = problem.k, problem.m
+        box, k, m = (1 if shape.is_wide else shape.stage_tiles * TILE_K // 64, shape.tokens), problem.k, problem.m
         tensor_map = lru_cache(maxsize=64)(
             lambda pointer, stride: jit.tensor_map(pointer, m, k, 2 * stride, box, problem.bf16)
         )
@@ -460,7 +453,6 @@ def _macros(shape: HopperShape, problem: Problem) -> tuple[tuple[str, int], ...]
         ("N_TILES", shape.n_tiles),
         ("M_TILES", shape.m_tiles),
         ("GROUPS", shape.groups),
-        *((("PAIR", shape.pair),) if shape.is_wide else ()),
         *((("BLOCKS_PER_SM", shape.blocks),) if shape.is_decode else ()),
     )
 

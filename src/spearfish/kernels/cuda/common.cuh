@@ -34,6 +34,16 @@ __device__ __forceinline__ u32 code_offset(u32 lane) {
   return BITS == 16 ? lane % 16 * 16 + lane / 16 * (CHUNK_BYTES / 2) : lane * 16;
 }
 
+// ------------------------------------------------------------------------------------------ meeting
+
+// Lanes of a warp that arrive at an mbarrier for it: one, after all have met, is enough. For compute-sanitizer's
+// racecheck, which does not always see that meeting, all do.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArriving = 32;
+#else
+constexpr int kArriving = 1;
+#endif
+
 // ------------------------------------------------------------------------------------------ memory
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

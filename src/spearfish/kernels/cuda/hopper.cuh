@@ -10,13 +10,6 @@ struct alignas(64) TensorMap {
 constexpr int kMaxStages = 32;
 constexpr int kMaxChunks = 8;  // of the sums
 constexpr int kSpareBarriers = 2 * kMaxStages + kMaxChunks;  // from here on nobody waits
-// Lanes of a warp that give a stage back: one, after all have met, is enough. For compute-sanitizer's racecheck, which
-// does not always see that meeting, all do.
-#ifdef EVERY_LANE_ARRIVES
-constexpr int kArriving = 32;
-#else
-constexpr int kArriving = 1;
-#endif
 
 struct Params {
     TensorMap x_map;            // x as [k / 64, m, 64]; boxes of a stage's k by TOKENS rows, 128-byte swizzle
@@ -69,9 +62,6 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
-__device__ __forceinline__ void arrive_relaxed(u32 remote_bar) {
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
-}
 // Relaxed: what neighbours exchange is ordered by mbarriers; .release would be a fence over the whole GPU (1 us,
 // measured).
 __device__ __forceinline__ void cluster_arrive() {
@@ -95,14 +85,6 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int row, in
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
             "r"(to),
         "l"(map), "r"(row), "r"(piece), "r"(bar)
-        : "memory");
-}
-// The same for both blocks of a pair, at the same place in the shared memory of each.
-__device__ __forceinline__ void copy_x_to_both(u32 to, const TensorMap* map, int row, int piece, u32 bar) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {0, %2, %3}], [%4], %5;" ::"r"(to),
-        "l"(map), "r"(row), "r"(piece), "r"(bar), "h"(static_cast<u16>(3))
         : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {

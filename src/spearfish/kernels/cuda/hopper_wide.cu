@@ -6,13 +6,11 @@
 //   consumers       three warpgroups of 64 rows each by the same 256 tokens, two wgmmas of 128 for each 32 k. (One of
 //                   256 would read weights once instead of twice, but with 512 threads ptxas refuses it; without the
 //                   producer's warpgroup it was slower.)
-//   pairs           two blocks of a cluster side by side along the rows (PAIR=2): each fetches half of x for both, so that
-//                   x comes from the L2 once for 384 rows
-//   outputs         (of a block, or of a pair) whole ones in turn; the last one or two of a block share out their k tiles evenly: all that is left,
+//   outputs         whole ones in turn; the last one or two of a block share out their k tiles evenly: all that is left,
 //                   in one row, is cut into equal pieces, so a block begins with the end of an output, whose sums it leaves
 //                   in global memory, and ends with the beginning of another, to which it adds what others have left
 //
-// Compiled with -D: TOKENS=128, N_TILES=3, PAIR (1 or 2), BITS=16, SPARSE=1, BF16.
+// Compiled with -D: TOKENS=128, N_TILES=3, BITS=16, SPARSE=1, BF16.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -24,7 +22,6 @@ constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = (65536 - kProducerRegisters * 128) / kConsumers / 8 * 8;
 constexpr int kBlockN = 64 * N_TILES;
 constexpr int kStages = 4;
-constexpr int kPair = PAIR;
 constexpr int kStageX = kTokens * 128;                  // 64 k of every token, 128-byte swizzle
 constexpr int kTileCodes = CODE_BYTES / 2;              // 64 rows by 64 k
 constexpr int kStageCodes = N_TILES * kTileCodes;
@@ -42,20 +39,13 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 
 // Where things are in shared memory.
 struct Shared {
-    u32 full, empty, peer, x, codes, meta, out;
+    u32 full, empty, x, codes, meta, out;
     __device__ __forceinline__ explicit Shared(const void* shared) {
-        full = shared_address(shared), empty = full + 8 * kStages, peer = empty + 8 * kStages;
+        full = shared_address(shared), empty = full + 8 * kStages;
         x = full + 1024, codes = x + kStages * kStageX, meta = codes + kStages * kStageCodes;
         out = meta + kMetaSlots * kMetaSlot;
     }
 };
-
-// Which block of its pair this is. Read anew each time: no register holds it through the main loop.
-__device__ __forceinline__ int rank() {
-    int r = 0;
-    if (kPair > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
 
 // A run of k tiles of one output: `count` in the order in which they are shared out, from `from` on; the first is k tile
 // `tile` and k tile 0 follows the last. Who has the first of an output adds what `others` blocks have left of it.
@@ -69,11 +59,7 @@ __device__ __forceinline__ int begin_of(const Params& p, int share) {
 }
 // Backwards, so that a block only ever waits for those with lower numbers: they have started.
 __device__ __forceinline__ int share_of_block() {
-    return (gridDim.x - 1 - blockIdx.x) / kPair;
-}
-// Where the sums lie that this block leaves for, or takes from, a share.
-__device__ __forceinline__ int slot_of(int share) {
-    return share * kPair + rank();
+    return gridDim.x - 1 - blockIdx.x;
 }
 
 // The `turn`-th piece of this block; false if there is none.
@@ -81,13 +67,12 @@ __device__ __forceinline__ bool piece_of(const Params& p, int turn, Piece& to) {
     // Read anew each time: what is made of it need not lie in registers through the main loop.
     int block, k_tiles = p.k_tiles;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block), "+r"(k_tiles));
-    const int clusters = gridDim.x / kPair;
-    to.output = turn * clusters + block / kPair, to.from = to.tile = to.others = 0, to.count = k_tiles;
+    to.output = turn * gridDim.x + block, to.from = to.tile = to.others = 0, to.count = k_tiles;
     if (turn < p.whole) return true;
-    const int share = clusters - 1 - block / kPair, begin = begin_of(p, share), end = begin_of(p, share + 1);
+    const int share = gridDim.x - 1 - block, begin = begin_of(p, share), end = begin_of(p, share + 1);
     const int output = begin / k_tiles + turn - p.whole, first = output * k_tiles, at = max(begin, first);
     if (at >= end) return false;
-    to.output = p.whole * clusters + output, to.from = at - first, to.count = min(first + k_tiles, end) - at;
+    to.output = p.whole * gridDim.x + output, to.from = at - first, to.count = min(first + k_tiles, end) - at;
     if (to.count == k_tiles) return true;
     // Who has the beginning of an output does its last k tiles, so that all blocks go through k in step: what they begin
     // with is the end of an output, and the first k tiles.
@@ -102,12 +87,6 @@ __device__ __forceinline__ bool piece_of(const Params& p, int turn, Piece& to) {
     to.tile = at - owner_end;
     if (to.tile < 0) to.tile += k_tiles;
     return true;
-}
-
-// Where this block's part of an output lies.
-__device__ __forceinline__ void place_own(const Params& p, int output, int& n_block, int& token0) {
-    place_output<kTokens>(p, output, n_block, token0);
-    n_block = n_block * kPair + rank();
 }
 
 // Who a consumer thread is. Read anew each time, as above.
@@ -129,9 +108,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& s, float
     u32 at_meta = s.meta + me.warpgroup * META_BYTES + me.warp4 * META_WARP_BYTES + me.lane * 8;
     int zero = p.zero;
     asm volatile("" : "+r"(at_meta), "+r"(zero));  // opaque, or the compiler computes them anew at every use
-    // Of an address in a cluster the top byte is the block's rank, which has no place in a descriptor.
-    auto place_of = [](u32 address) { return (address & 0x3ffff) >> 4; };
-    const u32 x_low = 1u << 16 | place_of(s.x), codes_low = 64u << 16 | place_of(s.codes + me.warpgroup * kTileCodes);
+    const u32 x_low = 1u << 16 | s.x >> 4, codes_low = 64u << 16 | (s.codes + me.warpgroup * kTileCodes) >> 4;
     u32 meta[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < kTokens / 2; ++j) acc[j / (TOKENS / 2)][j % (TOKENS / 2)] = 0.f;
@@ -178,11 +155,11 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& s, float
 // What a block has of the end of an output goes to global memory.
 __device__ __forceinline__ void leave_sums(const Params& p, const float (&acc)[2][TOKENS / 2]) {
     const int share = share_of_block();
-    float4* to = reinterpret_cast<float4*>(p.partial) + slot_of(share) * (kBlockN * kTokens / 4) + threadIdx.x;
+    float4* to = reinterpret_cast<float4*>(p.partial) + share * (kBlockN * kTokens / 4) + threadIdx.x;
     leave(to, kConsumers, acc);
     asm volatile("fence.proxy.async;" ::: "memory");  // it will be read by bulk copies
     consumer_sync<kConsumers>();
-    if (threadIdx.x == 0) store_release(p.arrived + slot_of(share), p.ticket);
+    if (threadIdx.x == 0) store_release(p.arrived + share, p.ticket);
 }
 
 // acc += what the producer sends of another block's sums.
@@ -209,7 +186,7 @@ __device__ __forceinline__ void take_sums(const Shared& s, float (&acc)[2][TOKEN
 __device__ __forceinline__ void store(const Params& p, const Shared& s, const float (&acc)[2][TOKENS / 2], int output) {
     const Consumer me;
     int n_block, token0;
-    place_own(p, output, n_block, token0);
+    place_output<kTokens>(p, output, n_block, token0);
     const int row0 = n_block * kBlockN + me.warpgroup * 64, tokens = min(kTokens, p.m - token0);
     const u32 out = s.out + me.warpgroup * (kOutTokens * kOutStride * 2);
     float bias[2];
@@ -275,16 +252,7 @@ __device__ __forceinline__ void produce(const Params& p, const void* shared) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     int n_block, token0, stages = 0, meta_slot = 0;
     const u8* row = nullptr;  // of tiles that this lane copies from: lane i codes, lane 16 + i metadata
-    // Until this block is done with what was in the next stage; the other of the pair is told.
-    auto wait = [&]() {
-        const int stage = stages % kStages, turn = stages / kStages;
-        barrier_wait(s.empty + 8 * stage, turn % 2 ^ 1);
-        if (kPair > 1 && turn && lane == 0) arrive_relaxed(remote_address(s.peer + 8 * stage, rank() ^ 1));
-    };
-    // Until the other is, too. Both go through the same stages, so neither is ever told more than it waits for.
-    auto wait_for_peer = [&]() {
-        if (kPair > 1 && stages >= kStages) barrier_wait(s.peer + 8 * (stages % kStages), stages / kStages % 2 ^ 1);
-    };
+    auto wait = [&]() { barrier_wait(s.empty + 8 * (stages % kStages), stages / kStages % 2 ^ 1); };
     auto send_weights = [&](int tile, int half) {
         const int stage = stages % kStages, own = lane % 16;
         const u32 full = s.full + 8 * stage;
@@ -299,19 +267,13 @@ __device__ __forceinline__ void produce(const Params& p, const void* shared) {
         if (half && ++meta_slot == kMetaSlots) meta_slot = 0;
     };
     auto send_x = [&](int tile, int stage) {
-        const int piece = tile * 2 + stage % 2;
-        const u32 to = s.x + stage * kStageX, full = s.full + 8 * stage;
-        if (kPair == 1) {
-            if (lane == 0) copy_x(to, &p.x_map, token0, piece, full);
-        } else {
-            const int half = rank();
-            if (lane == 0) copy_x_to_both(to + half * (kStageX / 2), &p.x_map, token0 + half * TOKENS, piece, full);
-        }
+        if (lane == 0)
+            copy_x(s.x + stage * kStageX, &p.x_map, token0, tile * 2 + stage % 2, s.full + 8 * stage);
     };
     Piece piece;
 #pragma unroll 1
     for (int turn = 0; piece_of(p, turn, piece); ++turn) {
-        place_own(p, piece.output, n_block, token0);
+        place_output<kTokens>(p, piece.output, n_block, token0);
         row = p.stream + static_cast<i64>(min(n_block * N_TILES + lane % 16, p.n_tiles - 1)) * p.k_tiles * p.tile_bytes;
         int tile = piece.tile, left = 2 * piece.count;  // stages
         auto next = [&](int half) {
@@ -323,7 +285,6 @@ __device__ __forceinline__ void produce(const Params& p, const void* shared) {
 #pragma unroll 1
             for (; stages < begun; ++stages) send_weights(tile, stages % 2), next(stages % 2);
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            if (kPair > 1) cluster_wait();  // the other's barriers are there
             tile = piece.tile;
 #pragma unroll 1
             for (int stage = 0; stage < begun; ++stage) send_x(tile, stage), next(stage % 2);
@@ -333,26 +294,24 @@ __device__ __forceinline__ void produce(const Params& p, const void* shared) {
         for (; left > 0; --left, ++stages) {
             wait();
             send_weights(tile, stages % 2);
-            wait_for_peer();
             send_x(tile, stages % kStages);
             next(stages % 2);
         }
-        const int slot = slot_of(share_of_block() + 1);
-        const u8* from = reinterpret_cast<const u8*>(p.partial) + static_cast<i64>(slot) * (kSumPieces * kSumBytes);
+        const u8* from = reinterpret_cast<const u8*>(p.partial) +
+                         static_cast<i64>(share_of_block() + 1) * (kSumPieces * kSumBytes);
 #pragma unroll 1
         for (int i = 0; i < piece.others * kSumPieces; ++i, ++stages) {
             wait();
-            wait_for_peer();
             const int stage = stages % kStages;
             if (lane == 0) {
                 if (i % kSumPieces == 0) {
-                    u64* flag = p.arrived + slot + i / kSumPieces * kPair;
+                    u64* flag = p.arrived + share_of_block() + 1 + i / kSumPieces;
                     while (load_acquire(flag) != p.ticket) __nanosleep(20);
                     *flag = 0;  // it is left cleared
                     asm volatile("fence.proxy.async;" ::: "memory");
                 }
                 barrier_expect(s.full + 8 * stage, kSumBytes);
-                copy_weights(s.x + stage * kStageX, from + (i + i / kSumPieces * kSumPieces * (kPair - 1)) * kSumBytes, kSumBytes, s.full + 8 * stage, policy);
+                copy_weights(s.x + stage * kStageX, from + i * kSumBytes, kSumBytes, s.full + 8 * stage, policy);
             }
             __syncwarp();
         }
@@ -369,12 +328,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper_wide(const __gr
         for (int stage = 0; stage < kStages; ++stage) {
             barrier_init(s.full + 8 * stage, 1);
             barrier_init(s.empty + 8 * stage, 4 * N_TILES * kArriving);
-            barrier_init(s.peer + 8 * stage, 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (kPair > 1) cluster_arrive();
     asm volatile("griddepcontrol.launch_dependents;");
     if (warp >= 4 * N_TILES) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
@@ -382,6 +339,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) hopper_wide(const __gr
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    if (kPair > 1) cluster_wait();
     consume(p, shared);
 }

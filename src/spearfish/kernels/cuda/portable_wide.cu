@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) portable_wide(
 
   const int tiles = place.k_end - place.k_begin;
   const bool scaled = p.scale_rows != 0;
-  if (thread == 0) barrier_init(meeting, WARPS);
+  if (thread == 0) barrier_init(meeting, WARPS * kArriving);
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; ++s) {
     if (s < tiles) fetch(ring + s * stage_bytes);
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) portable_wide(
         copy_commit();
         copy_wait<STAGES - 2>();
         __syncwarp();
-        if (lane == 0) barrier_arrive(meeting);
+        if (lane < kArriving) barrier_arrive(meeting);
       }
       if (i == FRAGMENTS - 2) {
         barrier_wait(meeting, parity);
