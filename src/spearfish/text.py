@@ -152,10 +152,11 @@ def cut_windows(tokenizer: Any, documents: list[str], length: int) -> torch.Tens
     """int64 [count, length]: the documents end to end, cut into whole windows."""
     encode: Callable[..., Any] = tokenizer
     prefix = list(encode("").input_ids)
+    between = list(encode("\n\n", add_special_tokens=False).input_ids)
     ids: list[int] = []
     for encoded in encode(documents, add_special_tokens=False).input_ids:
         ids.extend(encoded)
-        ids.extend(encode("\n\n", add_special_tokens=False).input_ids)
+        ids.extend(between)
     body = length - len(prefix)
     count = len(ids) // body
     tokens = torch.tensor(ids[: count * body], dtype=torch.int64).reshape(count, body)
