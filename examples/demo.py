@@ -49,7 +49,8 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    torch.set_num_threads(os.cpu_count() or 1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(os.cpu_count() or 1)
     transformers_logging.disable_progress_bar()
     start = time.perf_counter()
     step("1. The dense model: SmolLM2-135M-Instruct")

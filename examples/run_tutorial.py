@@ -175,9 +175,10 @@ def run_page(
         for command in commands:
             if only and not any(words in command.line for words in only):
                 continue
-            start = time.perf_counter()
+            start, spent = time.perf_counter(), processor_time()
             code, out, err = shell.run(command.line)
-            say(f"{time.perf_counter() - start:6.1f} s  $ {command.line}")
+            took, spent = time.perf_counter() - start, processor_time() - spent
+            say(f"{took:6.1f} s, processor {spent:6.1f} s  $ {command.line}")
             last = command is commands[-1]
             if (code != 0) != (block.mark == "fails" and last):
                 complaints.append(f"$ {command.line}\nended with {code}:\n{(err or out)[-3000:]}")
@@ -194,6 +195,12 @@ def run_page(
                 complaints.append(f"$ {command.line}\n" + "\n".join(diff))
                 command.output = shown
         yield block, commands, complaints
+
+
+def processor_time() -> float:
+    """Seconds that all ended commands have kept processors busy: unlike the clock's, the same on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def say(text: str) -> None:
@@ -235,8 +242,7 @@ def main() -> None:
     if not (options.keep or options.only):
         shutil.rmtree(folder)
     took = time.perf_counter() - start
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    say(f"{took:.0f} s, processor {spent.ru_utime + spent.ru_stime:.0f} s")
+    say(f"{took:.0f} s, processor {processor_time():.0f} s")
     broken = [complaint for complaint in wrong if "\nended with " in complaint]
     if broken or (wrong and not options.write):
         sys.exit(

@@ -63,3 +63,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def kernels_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kernel cache, empty when the run begins, which all its workers share: no kernel needs compiling twice."""
+    place = tmp_path_factory.getbasetemp()
+    return (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "kernels-of-this-run"

@@ -156,13 +156,16 @@ def test_the_search_finds_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4_24", "int8_24", "f16_24"])
-def test_no_register_of_a_running_wgmma_is_overwritten(kind: str, tmp_path: Path) -> None:
+def test_no_register_of_a_running_wgmma_is_overwritten(
+    kind: str, tmp_path: Path, kernels_of_this_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEARFISH_CACHE_DIR", str(kernels_of_this_run))
     variants = [
         v for v in FAMILY.variants("sm_90a") if v.source in ("hopper.cu", "hopper_wide.cu") and _kind(v) == kind
     ]
     assert variants
     for variant in variants:
-        binary = jit.compile_variant(variant, use_cache=False)
+        binary = jit.compile_variant(variant)
         instructions = _instructions(binary.cubin, tmp_path)
         assert sum(line.startswith("HGMMA.SP") for line in instructions) >= 8
         assert not overwritten(instructions), variant

@@ -54,6 +54,7 @@ class Guard:
         self.root = str(root)
         self.active = False
         places = {sys.prefix, sys.base_prefix, *filter(None, sys.path)}
+        sys.dont_write_bytecode = True  # or a first import inside of an execution would write
         self.libraries = tuple(str(Path(path).resolve()) for path in places)
         sys.addaudithook(self._hook)
         signal.signal(signal.SIGALRM, self._alarm)
