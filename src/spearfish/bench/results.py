@@ -116,10 +116,13 @@ class Results:
         return f'{lines},\n "points": [\n{points}\n ]\n}}\n'
 
 
+_BREAK = re.compile(r",\n\s*")
+
+
 def compact_json(content: dict[str, Any]) -> str:
-    """Indented, but pairs of numbers on one line: a read curve would else be longer than all points."""
+    """Indented, but what lists hold on one line: they are times and curves, longer than all the rest."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    return re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text)
+    return re.sub(r"\[\n\s*([^][{}]+?)\n\s*\]", lambda found: f"[{_BREAK.sub(', ', found[1])}]", text)
 
 
 def write_whole(path: Path, text: str) -> None:
