@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "benchmarks" / "results" / "accuracy"
 BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
 BASELINE = "sparsegpt"
+WITHOUT_TEXT = ("rtn", "magnitude")
 HEAD = ("made by", "calibrated on", "seeds", "perplexity", "gap", "of R's gap", "KL", "took")
 
 
@@ -55,18 +56,29 @@ def label(recipe: dict[str, Any]) -> str:
     return f"`{' '.join(words)}`"
 
 
+def text_of(facts: dict[str, Any]) -> str:
+    """What a result was calibrated on."""
+    calibration = facts["calibration"]
+    if facts["recipe"]["method"] in WITHOUT_TEXT:
+        return "nothing"
+    return f"{calibration['source']}, {calibration['tokens']}"
+
+
 def table(results: list[dict[str, Any]]) -> str:
+    """A row for each recipe and text. Its gap is compared with R's on the same text; if R was not made on that, with
+    R's on the most."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for facts in results:
-        calibration = facts["calibration"]
-        text = "nothing" if facts["recipe"]["method"] == "rtn" else f"{calibration['source']}, {calibration['tokens']}"
-        groups.setdefault((label(facts["recipe"]), text), []).append(facts)
-    base = [facts["gap"] for facts in results if facts["recipe"]["method"] == BASELINE]
+    base: dict[str, list[float]] = {}
+    for facts in sorted(results, key=lambda facts: -int(facts["calibration"]["tokens"])):
+        groups.setdefault((label(facts["recipe"]), text_of(facts)), []).append(facts)
+        if label(facts["recipe"]) == f"`{BASELINE}`":
+            base.setdefault(text_of(facts), []).append(facts["gap"])
     rows = []
     for (words, text), runs in sorted(groups.items(), key=lambda item: -_mean(run["gap"] for run in item[1])):
         perplexities = sorted(run["quality"]["perplexity"] for run in runs)
         spread = f" ({perplexities[0]:.1f} to {perplexities[-1]:.1f})" if len(runs) > 1 else ""
         gap = _mean(run["gap"] for run in runs)
+        gap_of_r = _mean(base.get(text) or next(iter(base.values()))) if base else None
         distances = [run["quality"]["kl"] for run in runs if run["quality"]["kl"] is not None]
         cpu = runs[0]["device"] == "cpu"
         took = f"{_mean(run['cpu_seconds' if cpu else 'seconds'] for run in runs):.0f}"
@@ -77,7 +89,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 str(len(runs)),
                 f"{math.exp(_mean(map(math.log, perplexities))):.1f}{spread}",
                 f"{gap:.3f}",
-                f"{gap / _mean(base):.2f}" if base else "",
+                f"{gap / gap_of_r:.2f}" if gap_of_r else "",
                 f"{_mean(distances):.2f}" if distances else "",
                 f"{took} CPU seconds" if cpu else f"{took} s, {runs[0]['device']}",
             )

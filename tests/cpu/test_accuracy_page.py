@@ -41,3 +41,30 @@ def test_seeds_are_averaged_and_compared_with_the_baseline(accuracy_page: Any) -
     assert lines[2].startswith("| `sparsegpt` | articles, 4096 tokens | 2 | 60.0 (40.0 to 90.0) | 1.500 | 1.00 |")
     assert lines[2].endswith("| 20 CPU seconds |")
     assert lines[3].startswith("| `joint --reconstruct 20` | articles, 4096 tokens | 1 | 20.0 | 0.600 | 0.40 |")
+
+
+def test_a_gap_is_compared_with_the_baseline_on_the_same_text(accuracy_page: Any) -> None:
+    """Rows on a text without a baseline, or on none, are compared with the baseline on the most text."""
+
+    def on(tokens: int, facts: dict[str, Any]) -> dict[str, Any]:
+        return facts | {"calibration": {"source": "articles", "tokens": tokens}}
+
+    lines = accuracy_page.table(
+        [
+            on(4096, result("sparsegpt", 60.0, 2.0)),
+            on(16384, result("sparsegpt", 40.0, 1.0)),
+            on(16384, result("sparsegpt", 35.0, 0.5, group_size=64)),
+            on(4096, result("joint", 30.0, 0.4)),
+            on(16384, result("joint", 20.0, 0.3)),
+            on(4096, result("magnitude", 99.0, 3.0)),
+        ]
+    ).splitlines()[2:]
+    cells = {(row[1], row[2]): row[6] for row in ([cell.strip() for cell in line.split("|")] for line in lines)}
+    assert cells == {
+        ("`magnitude`", "nothing"): "3.00",
+        ("`sparsegpt`", "articles, 4096 tokens"): "1.00",
+        ("`sparsegpt`", "articles, 16384 tokens"): "1.00",
+        ("`sparsegpt --group-size 64`", "articles, 16384 tokens"): "0.50",
+        ("`joint`", "articles, 4096 tokens"): "0.20",
+        ("`joint`", "articles, 16384 tokens"): "0.30",
+    }
