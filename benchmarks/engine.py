@@ -239,10 +239,10 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
+    from spearfish.bench.results import compact_json  # and torch: not before the first processes are under way
+
     used = {entry["run"] for entry in content["weights"].values()}
     content["runs"] = [head for head in content["runs"] if head["id"] in used]
-    from spearfish.bench.results import compact_json
-
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(compact_json(content) + "\n")
