@@ -26,7 +26,7 @@ _STYLES = {
     "marlin_24 (2024)": ("#9a9a9a", "h", "marlin_24 kernel of 2024"),
 }
 _GREY = "#555555"
-_DPI = {"speedup": 110, "roofline": 110, "layers": 85}  # the last has nine panels
+_DPI = {"speedup": 110, "roofline": 110, "layers": 100}  # the last has nine panels
 KINDS = ("speedup", "roofline", "layers")
 
 
