@@ -239,7 +239,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
-    from spearfish.bench.results import compact_json  # and torch: not before the first processes are under way
+    from spearfish.bench.results import compact_json  # needs torch, as this process does anyway
 
     used = {entry["run"] for entry in content["weights"].values()}
     content["runs"] = [head for head in content["runs"] if head["id"] in used]
