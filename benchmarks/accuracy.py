@@ -108,11 +108,12 @@ UNITS = ("kept_dense", "dense_by_recipe", "pruned")  # every layer with its erro
 
 
 def summary_of(outcomes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The blocks' mean distance before and after reconstruction, and how many kept it."""
+    """The mean distance behind blocks trained together, before and after reconstruction, and how many kept it."""
     if not outcomes:
         return None
     mean = {key: sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in ("before", "after")}
-    return mean | {"blocks": len(outcomes), "kept": sum(outcome["kept"] for outcome in outcomes)}
+    kept, blocks = (sum(len(o["blocks"]) for o in outcomes if o["kept"] or every) for every in (False, True))
+    return mean | {"blocks": blocks, "kept": kept}
 
 
 def main() -> None:
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--catch-up", type=float)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--reconstruct", type=int, default=0)
+    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--budget", type=float, default=0.0)
     parser.add_argument("--recover", default="0")
     parser.add_argument("--recover-text", default="auto")
@@ -152,8 +154,8 @@ def main() -> None:
                 recipe = Recipe(
                     bits=options.bits, group_size=group or None, method=method, num_samples=options.samples, seed=seed,
                     calibration=options.calibration, recover=seconds(options.recover),
-                    recover_text=options.recover_text, reconstruct=options.reconstruct, budget=options.budget,
-                    catch_up=options.catch_up,
+                    recover_text=options.recover_text, reconstruct=options.reconstruct, together=options.together,
+                    budget=options.budget, catch_up=options.catch_up,
                 )  # fmt: skip
                 begin = time.process_time()
                 with tempfile.TemporaryDirectory() as folder:
@@ -195,6 +197,7 @@ def main() -> None:
                 suffix = f"-windows{recipe.num_samples}" if recipe.num_samples != Recipe.num_samples else ""
                 suffix += f"-catchup{caught:g}" if caught else ""
                 suffix += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
+                suffix += f"-together{recipe.together}" if recipe.together > 1 else ""
                 suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
                 suffix += f"-recover{options.recover}" if recipe.recover else ""
                 label = f"{name}-{method}-w{options.bits}-g{group or 'column'}-s{seed}{suffix}"

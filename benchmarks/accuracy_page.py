@@ -51,6 +51,8 @@ def label(recipe: dict[str, Any]) -> str:
         words.append(f"--group-size {recipe['group_size']}")
     options = ("catch_up", "budget", "reconstruct")
     words += [f"--{name.replace('_', '-')} {recipe[name]:g}" for name in options if recipe.get(name)]
+    if recipe.get("together", 1) > 1:
+        words.append(f"--together {recipe['together']}")
     if recipe["recover"]:
         words.append(f"--recover {recipe['recover']:.0f}s")
     return f"`{' '.join(words)}`"

@@ -98,6 +98,8 @@ def way(recipe: dict[str, Any]) -> str:
         words.append(f"`--budget {recipe['budget']:g}`")
     if recipe.get("reconstruct"):
         words.append(f"`--reconstruct {recipe['reconstruct']}`")
+    if recipe.get("together", 1) > 1:
+        words.append(f"`--together {recipe['together']}`")
     if recipe.get("recover") or recipe.get("recover_steps"):
         words.append("`--recover`")
     return ", ".join(words)

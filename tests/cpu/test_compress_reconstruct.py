@@ -28,7 +28,7 @@ from spearfish.errors import SpearfishError
 from spearfish.formats import FORMATS
 from spearfish.models import load_dense
 from spearfish.reference import dequantize
-from spearfish.scheme import QuantScheme
+from spearfish.scheme import QuantScheme, QuantWeight
 from spearfish.text import cut_windows, read_text, windows
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_the_outcome_is_that_of_the_whole_model(place: Path, reports: dict[str, 
     chosen = recipe(place)
     tokens = windows(load_dense(place / "dense").tokenizer(), chosen.calibration, 32, 32, chosen.seed).tokens
     outcomes = reports["after"].reconstruct
-    assert [outcome["block"] for outcome in outcomes] == [f"model.layers.{i}" for i in range(3)]
+    assert [outcome["blocks"] for outcome in outcomes] == [[f"model.layers.{i}"] for i in range(3)]
     assert reports["before"].reconstruct == [] and all(outcome["kept"] for outcome in outcomes)
     for index, outcome in enumerate(outcomes):
         training, judging = split(32, 0.125, chosen.seed + index)
@@ -109,42 +109,53 @@ def test_the_outcome_is_that_of_the_whole_model(place: Path, reports: dict[str, 
             assert outcome["before"] == pytest.approx(float(distance(start, goal)), rel=1e-3)
 
 
-def test_blocks_ahead_count_too(place: Path) -> None:
-    """Against the whole dense model with only the first block's weights changed."""
+def test_blocks_together_are_judged_behind_the_last(place: Path) -> None:
+    """Against the whole model with the weights of its first two blocks changed."""
     dense = load_dense(place / "dense")
     tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 32)[:24]
     walker = Walker(dense, CPU, fast=False)
     hidden = walker.embed(tokens)
-    walker.load(0)
-    goal = walker.forward(0, hidden)
-    linears = {n: m for n, m in walker.net.get_submodule(walker.paths[0]).named_modules() if isinstance(m, nn.Linear)}
-    start = {f"{walker.paths[0]}.{n}": tiny.round_to_nearest(m.weight, group=64) for n, m in linears.items()}
-    for name, weight in start.items():
-        walker.net.get_submodule(name).weight.data.copy_(dequantize(weight))  # type: ignore[operator]
-    settings = FAR(steps=20, tokens=256, ahead=2)
-    trained, outcome = reconstruct.reconstruct(walker, 0, start, hidden, goal, settings)
+    start: dict[str, QuantWeight] = {}
+    goals = [hidden]
+    for index in (0, 1):
+        block = walker.load(index)
+        goals.append(walker.forward(index, goals[-1]))
+        for name, linear in block.named_modules():
+            if isinstance(linear, nn.Linear):
+                weight = tiny.round_to_nearest(linear.weight, group=64)
+                start[f"{walker.paths[index]}.{name}"] = weight
+                linear.weight.data.copy_(dequantize(weight))
+    settings = FAR(steps=20, tokens=256)
+    trained, outcome = reconstruct.reconstruct(walker, (0, 1), start, hidden, goals[1:], settings)
+    assert outcome.blocks == walker.paths[:2] and outcome.kept and outcome.after < outcome.before
+    changed = [name for name in start if (dequantize(trained[name]) != dequantize(start[name])).any()]
+    assert {name.split(".")[2] for name in changed} == {"0", "1"}
     judges = split(24, 0.125, 0)[1]
-    far = []
     for weights, told in ((start, outcome.before), (trained, outcome.after)):
         model = dense.whole()
-        wanted = model(tokens[judges], output_hidden_states=True).hidden_states[1], ends(model, tokens[judges])
+        wanted = model(tokens[judges], output_hidden_states=True).hidden_states[2]
         for name, weight in weights.items():
             model.get_submodule(name).weight.data.copy_(dequantize(weight))
-        got = model(tokens[judges], output_hidden_states=True).hidden_states[1], ends(model, tokens[judges])
-        near_and_far = [float(distance(g, w)) for g, w in zip(got, wanted, strict=True)]
-        assert told == pytest.approx(sum(near_and_far) / 2, rel=1e-3)
-        far.append(near_and_far[1])
-    assert far[1] < far[0] and outcome.kept
-    assert all(p.device.type == "meta" for p in walker.net.get_submodule(walker.paths[1]).parameters())
+        got = model(tokens[judges], output_hidden_states=True).hidden_states[2]
+        assert told == pytest.approx(float(distance(got, wanted)), rel=1e-3)
+    for name, weight in trained.items():
+        assert torch.equal(walker.net.get_submodule(name).weight, dequantize(weight))
 
 
-def ends(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """What the last block gives, before the norm."""
-    seen: list[torch.Tensor] = []
-    handle = model.model.layers[-1].register_forward_hook(lambda _module, _args, out: seen.append(out))  # type: ignore
-    model(tokens)
-    handle.remove()
-    return seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+def test_together_they_come_closer(place: Path, reports: dict[str, Report]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reconstruct, "Settings", FAR)
+        report = compress(
+            place / "dense",
+            place / "both",
+            recipe(place, method="magnitude", reconstruct=STEPS, together=2),
+            fast=False,
+        )
+    assert [len(outcome["blocks"]) for outcome in report.reconstruct] == [2, 1]  # there are three
+    tokens = cut_windows(load_dense(place / "dense").tokenizer(), read_text(str(place / "other.txt")), 32)[:40]
+    dense, before, both = (states(place, folder, tokens) for folder in ("dense", "before", "both"))
+    for goal, worse, better in zip(dense, before, both, strict=True):
+        assert distance(better, goal) < 0.7 * distance(worse, goal)
 
 
 def test_masks_stay_and_nothing_is_added(place: Path, reports: dict[str, Report]) -> None:
@@ -193,7 +204,9 @@ def test_bfloat16_trains_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_loss_that_is_not_finite_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spearfish.compress.reconstruct.distance", lambda out, goal: (out * float("nan")).sum())
+    monkeypatch.setattr(
+        "spearfish.compress.reconstruct.distance", lambda out, goal, by=None: (out * float("nan")).sum()
+    )
     with pytest.raises(SpearfishError, match=r"model\.layers\.0: the loss is nan in step 0 of its reconstruction"):
         compress(place / "dense", place / "nan", recipe(place, reconstruct=2), fast=False)
 
@@ -204,17 +217,17 @@ from spearfish.compress import Recipe, compress, workfolder
 moment, kept = sys.argv[4], getattr(workfolder.WorkFolder, sys.argv[4])
 def save(self, what, *rest):
     kept(self, what, *rest)
-    if what in (1, "sensitivity"):
+    if what in (2, "sensitivity"):
         os.kill(os.getpid(), signal.SIGKILL)
 setattr(workfolder.WorkFolder, moment, save)
 recipe = Recipe(group_size=64, method="joint", num_samples=8, seq_len=32, calibration=sys.argv[3], reconstruct=4,
-                budget=0.3, catch_up=0.0)
+                together=2, budget=0.3, catch_up=0.0)
 compress(sys.argv[1], sys.argv[2], recipe, fast=False)
 """
 
 
 def test_killed_at_each_kind_of_moment_it_ends_the_same(place: Path) -> None:
-    wanted = recipe(place, num_samples=8, reconstruct=4, budget=0.3)
+    wanted = recipe(place, num_samples=8, reconstruct=4, together=2, budget=0.3)
     straight = compress(place / "dense", place / "straight", wanted, fast=False)
     for moment in ("save_facts", "save_hidden"):
         out = place / f"killed-{moment}"
@@ -343,4 +356,6 @@ def test_refusals(place: Path) -> None:
     for bad in ({"budget": 1.0}, {"budget": -0.1}, {"budget": float("nan")}, {"reconstruct": -1}):
         with pytest.raises(SpearfishError, match="budget is a share"):
             recipe(place, **bad)
+    with pytest.raises(SpearfishError, match="together counts blocks that are trained at once, at least one, got 0"):
+        recipe(place, together=0)
     assert not (place / "never.work").exists()

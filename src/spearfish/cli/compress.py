@@ -70,6 +70,13 @@ def compress(
     reconstruct: Annotated[
         int, typer.Option(help="Training steps for each block after it is solved; 0 for none, 20 are few, 200 many.")
     ] = 0,
+    together: Annotated[
+        int,
+        typer.Option(
+            help="Neighbouring blocks that --reconstruct trains at once, such as 10: better, for that many times the"
+            " memory."
+        ),
+    ] = 1,
     budget: Annotated[
         float,
         typer.Option(help="Share of the layers' bytes that stays dense, where pruning would hurt most; such as 0.25."),
@@ -118,6 +125,7 @@ def compress(
         seq_len=seq_len,
         seed=seed,
         reconstruct=reconstruct,
+        together=together,
         budget=budget,
         recover=recover_time,
         recover_steps=recover_steps,
@@ -276,9 +284,11 @@ def _print_report(console: Console, report: Report, layers: bool) -> None:
         )
     if report.reconstruct:
         before, after = (sum(o[k] for o in report.reconstruct) / len(report.reconstruct) for k in ("before", "after"))
-        kept = sum(o["kept"] for o in report.reconstruct)
+        kept, blocks = (
+            sum(len(o["blocks"]) for o in report.reconstruct if o["kept"] or every) for every in (False, True)
+        )
         console.print(
-            f"Reconstruction: {kept} of {len(report.reconstruct)} blocks came closer to the dense model on windows they"
+            f"Reconstruction: {kept} of {blocks} blocks came closer to the dense model on windows they"
             f" were not trained on; distance {before:.4f} before, {after:.4f} after, on average. The layers' errors"
             " above are those of before.",
             soft_wrap=True,

@@ -124,29 +124,15 @@ def compress(
         if hidden is None:
             hidden, goal = first, first if follow else None
         del first
-        for index, path in enumerate(walker.paths):
-            if index < next_block:
+        for indices in _side_by_side(len(walker.paths), recipe):
+            if indices[0] >= next_block:
+                hidden, goal = _do_blocks(walker, indices, hidden, goal, recipe, solving, work, result, progress)
+                if work.is_time_for(hidden, last=indices[-1] + 1 == len(walker.paths)):
+                    work.save_hidden(indices[-1] + 1, hidden, goal)
+            for index in indices:
                 _, reports, outcome = work.load_block(index)
-            else:
-                progress("blocks", index, len(walker.paths), path)
-                walker.load(index)
-                before = goal
-                goal = None if goal is None else walker.forward(index, goal)
-                weights, reports = _solve_block(walker, index, hidden, solving, result, before)
-                del before
-                outcome = None
-                if recipe.reconstruct and goal is not None and weights:
-                    changes = reconstruct.settings_on(device)
-                    settings = reconstruct.Settings(recipe.reconstruct, seed=recipe.seed, **changes)
-                    weights, trained = reconstruct.reconstruct(walker, index, weights, hidden, goal, settings)
-                    outcome = trained.to_dict()
-                hidden = walker.forward(index, hidden)
-                walker.release(index)
-                work.save_block(index, weights, reports, outcome)
-                if work.is_time_for(hidden, last=index + 1 == len(walker.paths)):
-                    work.save_hidden(index + 1, hidden, goal)
-            result.layers += reports
-            result.reconstruct += [outcome] if outcome else []
+                result.layers += reports
+                result.reconstruct += [outcome] if outcome else []
         progress("blocks", len(walker.paths), len(walker.paths), "")
         REPLAYS.clear()
         result.judge()
@@ -291,9 +277,10 @@ def _recover(
 
 
 def home(device: torch.device, recipe: Recipe, width: int) -> torch.device:
-    """Where the hidden states of all windows live: on a GPU if they take no more than a quarter of what is free."""
-    nbytes = 6 * 4 * recipe.num_samples * recipe.seq_len * width
-    fits = device.type == "cuda" and nbytes < torch.cuda.mem_get_info(device)[0] / 4
+    """Where the hidden states of all windows live: on a GPU if they take no more than three fifths of what is free."""
+    each = 6 * 4 + (2 * recipe.together if recipe.reconstruct else 0)  # bytes for a number of a hidden state
+    nbytes = each * recipe.num_samples * recipe.seq_len * width
+    fits = device.type == "cuda" and nbytes < torch.cuda.mem_get_info(device)[0] * 0.6
     return device if fits else torch.device("cpu")
 
 
@@ -385,6 +372,58 @@ def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -
     }
 
 
+def _side_by_side(count: int, recipe: Recipe) -> list[range]:
+    """The blocks that are trained together, or each by itself."""
+    each = recipe.together if recipe.reconstruct else 1
+    return [range(first, min(first + each, count)) for first in range(0, count, each)]
+
+
+def _do_blocks(
+    walker: Walker,
+    indices: range,
+    hidden: torch.Tensor,
+    goal: torch.Tensor | None,
+    recipe: Recipe,
+    solving: Recipe,
+    work: WorkFolder,
+    result: report.Report,
+    progress: Progress,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Solves blocks one after the other, then lets them learn together, and saves them. Returns what the next block
+    receives, and what the dense model has there if `goal`, which it has here, is given."""
+    count, first = len(walker.paths), hidden
+    done: dict[int, tuple[dict[str, QuantWeight], list[report.LayerReport]]] = {}
+    goals: list[torch.Tensor] = []
+    for index in indices:
+        progress("blocks", index, count, walker.paths[index])
+        walker.load(index)
+        before = goal
+        goal = None if goal is None else walker.forward(index, goal)
+        done[index] = _solve_block(walker, index, hidden, solving, result, before)
+        if recipe.reconstruct and goal is not None:
+            goals.append(goal.bfloat16() if walker.fast else goal)  # many of them, and the products are no finer
+        if index != indices[-1] or not recipe.reconstruct:
+            hidden = walker.forward(index, hidden)
+    outcome = None
+    if recipe.reconstruct:
+        weights = {name: weight for found, _ in done.values() for name, weight in found.items()}
+        if weights and goals:
+            progress("blocks", indices[-1], count, f"{walker.paths[indices[-1]]}, training")
+            settings = reconstruct.Settings(
+                recipe.reconstruct, seed=recipe.seed, **reconstruct.settings_on(walker.device)
+            )
+            weights, trained = reconstruct.reconstruct(walker, indices, weights, first, goals, settings)
+            outcome = trained.to_dict()
+        done = {index: ({name: weights[name] for name in found}, told) for index, (found, told) in done.items()}
+        hidden = first
+        for index in indices:
+            hidden = walker.forward(index, hidden)
+    for index, (found, told) in done.items():
+        walker.release(index)
+        work.save_block(index, found, told, outcome if index == indices[-1] else None)
+    return hidden, goal
+
+
 def _solve_block(
     walker: Walker,
     index: int,
@@ -439,7 +478,9 @@ def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     block = walker.net.get_submodule(walker.paths[0])
     weights = sum(p.numel() for p in block.parameters())
     width = int(dense.config.get("hidden_size", 0))
-    hidden = (4 if recipe.reconstruct or recipe.catch_up else 2) * recipe.num_samples * recipe.seq_len * width
+    together = recipe.together if recipe.reconstruct else 1
+    states = 3 + together if recipe.reconstruct or recipe.catch_up else 2
+    hidden = states * recipe.num_samples * recipe.seq_len * width
     solver = 0
     for group in dense.architecture.linears:
         linears = [m for m in present(block, "", group).values() if isinstance(m, nn.Linear)]
@@ -450,7 +491,7 @@ def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:
     outside = sum(p.numel() for name, p in walker.net.named_parameters() if not name.startswith(inside))
     interpreter = 500_000_000
     # Training a block holds, in float32: code, gradient, two moments, and the value on the grid with its scale.
-    training = 6 * weights if recipe.reconstruct else 0
+    training = (7 * together - 1) * weights if recipe.reconstruct else 0
     if recipe.catch_up:  # the dense block beside the one at work, and what the largest group lags behind
         solver += weights
     blocks = 4 * max(weights + hidden + max(solver, training), outside + hidden) + interpreter

@@ -28,6 +28,7 @@ class Recipe:
     three windows of ten.
 
     reconstruct: steps of training for each block, on its codes and scales, before the next is begun; 0 for none.
+    together: that many neighbouring blocks are trained at once, each step on all of them.
     catch_up: what share of all that was lost before a layer it is asked to make good: its target is then not what the
     dense weights make of its inputs, but what the dense model has at its place. 0 for none of it, 1 for all; None is 1
     for admm and joint and 0 for the published methods.
@@ -54,6 +55,7 @@ class Recipe:
     recover_text: str = "auto"
     recover_steps: int | None = None
     reconstruct: int = 0
+    together: int = 1
     budget: float = 0.0
     catch_up: float | None = None
 
@@ -72,6 +74,8 @@ class Recipe:
                 f"reconstruct counts steps and budget is a share from 0 up to 1, got {self.reconstruct} and"
                 f" {self.budget}"
             )
+        if self.together < 1:
+            raise SpearfishError(f"together counts blocks that are trained at once, at least one, got {self.together}")
         self.scheme(sparse=True)
 
     @classmethod

@@ -1,23 +1,26 @@
-"""Block-wise reconstruction: after a block is solved, its codes and scales learn from the dense block, masks frozen.
+"""Block-wise reconstruction: after blocks are solved, their codes and scales learn from the dense ones, masks frozen.
 
-The layers were solved one by one, each for its own output. Here all of a block's kept weights move together so that
-the block's output comes close to what the dense model has at this place, on the hidden states that the compressed
-blocks in front really give: a block then also makes good some of what they lost. Nothing is added to the model.
+The layers were solved one by one, each for its own output. Here all kept weights of a few neighbouring blocks move
+together so that what each of these blocks gives comes close to what the dense model has at its place, on the hidden
+states that the compressed blocks in front really give: they then also make good some of what those lost. Nothing is
+added to the model.
 
-One block, its gradients and three sets of hidden states are in memory at a time. The result depends on the recipe and
-the seed alone, so a block that was interrupted is done again to the same bits (on a CPU with as many threads).
+These blocks, their gradients and the hidden states of all windows at their ends are in memory at a time. The result
+depends on the recipe and the seed alone, so blocks that were interrupted are done again to the same bits (on a CPU with
+as many threads).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from spearfish.compress.recover import GridLinear, distance, fused, rate_at, set_rates
+from spearfish.compress.recover import GridLinear, distance, even, fused, rate_at, set_rates
 from spearfish.compress.replay import Repeated
 from spearfish.compress.walk import Walker, first_of
 from spearfish.errors import SpearfishError
@@ -29,8 +32,7 @@ from spearfish.scheme import QuantWeight
 class Settings:
     """tokens: per step. rate: largest learning rate of the codes, in codes per step; scales move by `scale_rate` of
     themselves. Rounding fades in until `rounded` of the steps are done. held_out: share of the windows that are not
-    trained on but judge the result. ahead: that many dense blocks behind it are run on its output, and what comes out
-    of them counts as much as the output itself."""
+    trained on but judge the result. evenly: see recover.Settings."""
 
     steps: int
     tokens: int = 1024
@@ -39,22 +41,22 @@ class Settings:
     warmup: float = 0.05
     rounded: float = 0.5
     held_out: float = 0.125
-    ahead: int = 0
+    evenly: bool = False
     seed: int = 0
 
 
 def settings_on(device: torch.device) -> dict[str, Any]:
     """What pays on a device besides the defaults: larger steps on a GPU, which takes no longer for them."""
-    return {"tokens": 8192, "rate": 0.02} if device.type == "cuda" else {}
+    return {"tokens": 8192, "rate": 0.02, "evenly": True} if device.type == "cuda" else {}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one block: mean over the held-out tokens of ‖h − ĥ‖² / ‖h‖², h being the dense model's hidden state after the
-    block and ĥ the compressed one's; with blocks ahead, the mean of that and the same behind the last of them. kept:
-    False if training did not lower it; the block then stays as it was."""
+    """Of blocks trained together: mean over the held-out tokens of ‖h − ĥ‖² / ‖h‖², h being the dense model's hidden
+    state behind the last of them and ĥ the compressed one's. kept: False if training did not lower it; the blocks then
+    stay as they were."""
 
-    block: str
+    blocks: list[str]
     before: float
     after: float
     kept: bool
@@ -65,33 +67,27 @@ class Outcome:
 
 def reconstruct(
     walker: Walker,
-    index: int,
+    indices: Sequence[int],
     weights: dict[str, QuantWeight],
     hidden: torch.Tensor,
-    goal: torch.Tensor,
+    goals: Sequence[torch.Tensor],
     settings: Settings,
 ) -> tuple[dict[str, QuantWeight], Outcome]:
-    """Trains the block's `weights` (by full module name) so that `hidden` [count, length, width] becomes `goal`.
+    """Trains the `weights` (by full module name) of neighbouring blocks so that from `hidden` [count, length, width],
+    which the first receives, each gives its goal.
 
-    The loaded block ends up holding the values of the weights that are returned. Raises SpearfishError if the loss is
+    The loaded blocks end up holding the values of the weights that are returned. Raises SpearfishError if the loss is
     not finite.
     """
-    path = walker.paths[index]
-    block = walker.net.get_submodule(path)
+    paths = [walker.paths[index] for index in indices]
     plain = {name: walker.net.get_submodule(name) for name in weights}
-    training, judging = split(len(hidden), settings.held_out, settings.seed + index)
-    ahead = list(range(index + 1, min(index + 1 + settings.ahead, len(walker.paths))))
-    far = goal
-    for other in ahead:
-        walker.load(other)
-        far = walker.forward(other, far)
+    training, judging = split(len(hidden), settings.held_out, settings.seed + indices[0])
 
     def judged() -> float:
-        out = walker.forward(index, hidden[judging])
-        near = distance(out, goal[judging])
-        for other in ahead:
-            out = walker.forward(other, out)
-        return float((near + distance(out, far[judging])) / 2)
+        out = hidden[judging]
+        for index in indices:
+            out = walker.forward(index, out)
+        return float(distance(out, goals[-1][judging]))
 
     before = judged()
     dtype = torch.bfloat16 if walker.fast else torch.float32
@@ -102,21 +98,17 @@ def reconstruct(
     try:
         for name, layer in layers.items():
             _put(walker.net, name, layer)
-        states = [state[training] for state in (hidden, goal, far)]
-        blocks = [block, *(walker.net.get_submodule(walker.paths[other]) for other in ahead)]
-        _train(walker, index, blocks, list(layers.values()), states, settings)
+        _train(walker, indices, list(layers.values()), hidden, goals, training, settings)
     finally:
         for name, module in plain.items():
             _put(walker.net, name, module)
     trained = {name: layer.packed() for name, layer in layers.items()}
     _fill(plain, trained)
     after = judged()
-    for other in ahead:
-        walker.release(other)
     kept = after < before
     if not kept:
         _fill(plain, weights)
-    return trained if kept else weights, Outcome(path, before, after, kept)
+    return trained if kept else weights, Outcome(paths, before, after, kept)
 
 
 def split(count: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,16 +120,15 @@ def split(count: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tens
 
 def _train(
     walker: Walker,
-    index: int,
-    blocks: list[nn.Module],
+    indices: Sequence[int],
     layers: list[GridLinear],
-    states: list[torch.Tensor],
+    hidden: torch.Tensor,
+    goals: Sequence[torch.Tensor],
+    training: torch.Tensor,
     settings: Settings,
 ) -> None:
-    """blocks: the one with `layers` in it, and those ahead. states: what the first receives, and what it and the last
-    should give, [count, length, width]."""
+    """layers: those of the blocks that learn. training: the windows to learn from."""
     device = walker.device
-    hidden = states[0]
     groups = (([layer.codes for layer in layers], settings.rate), ([x.log_scales for x in layers], settings.scale_rate))
     gpu = device.type == "cuda"
     optimiser = torch.optim.AdamW(
@@ -150,24 +141,26 @@ def _train(
         fused=True,
         capturable=gpu,
     )
-    per_step = min(max(1, settings.tokens // hidden.shape[1]), len(hidden))
-    generator = torch.Generator().manual_seed(settings.seed + index)
+    per_step = min(max(1, settings.tokens // hidden.shape[1]), len(training))
+    generator = torch.Generator().manual_seed(settings.seed + indices[0])
     order = torch.empty(0, dtype=torch.int64)
     # Tensors that stay where they are, so that a recorded step can read them.
     share = torch.zeros((), device=device)
     for layer in layers:
         layer.share = share
-    given, near, far = places = [torch.empty(per_step, *hidden.shape[1:], device=device) for _ in states]
-    forwards, apart = [fused(block.forward, device) for block in blocks], fused(distance, device)
+    states = [hidden, *goals]
+    given, *wanted = places = [torch.empty(per_step, *hidden.shape[1:], device=device) for _ in states]
+    by = [even(goal[training[:per_step]].to(device)) if settings.evenly else None for goal in goals]
+    forwards = [fused(walker.net.get_submodule(walker.paths[index]).forward, device) for index in indices]
+    apart = fused(distance, device)
 
     def learn() -> torch.Tensor:
         with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=walker.fast):
-            out = first_of(forwards[0](given, **walker.arguments[index]))
-            loss: torch.Tensor = apart(out, near)
-            for place, forward in enumerate(forwards[1:], index + 1):
-                out = first_of(forward(out, **walker.arguments[place]))
-            if len(forwards) > 1:
-                loss = (loss + apart(out, far)) / 2
+            out, losses = given, []
+            for index, forward, goal, sizes in zip(indices, forwards, wanted, by, strict=True):
+                out = first_of(forward(out, **walker.arguments[index]))
+                losses.append(apart(out, goal, sizes))
+            loss = torch.stack(losses).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -178,7 +171,7 @@ def _train(
     for step in range(settings.steps):
         fraction = step / settings.steps
         if len(order) < per_step:
-            order = torch.randperm(len(hidden), generator=generator)
+            order = training[torch.randperm(len(training), generator=generator)].to(hidden.device)
         rows, order = order[:per_step], order[per_step:]
         share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
         set_rates(optimiser, rate_at(fraction, settings.warmup))
@@ -187,7 +180,9 @@ def _train(
         losses.append(step_once().clone())  # looked at when all is done: a GPU would wait at each
     for step, value in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(value):
-            raise SpearfishError(f"{walker.paths[index]}: the loss is {value} in step {step} of its reconstruction")
+            raise SpearfishError(
+                f"{walker.paths[indices[0]]}: the loss is {value} in step {step} of its reconstruction"
+            )
 
 
 def _put(net: nn.Module, name: str, module: nn.Module) -> None:

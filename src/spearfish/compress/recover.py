@@ -332,6 +332,12 @@ def distance(out: torch.Tensor, goal: torch.Tensor, by: torch.Tensor | None = No
     return ((out - goal).square().sum(-1) / size).mean()
 
 
+def even(states: torch.Tensor) -> torch.Tensor:
+    """[width]: one over the size that each number of such hidden states [..., width] usually has beside the whole."""
+    shares = F.normalize(states.float(), dim=-1).flatten(0, -2)
+    return shares.square().mean(0).sqrt().clamp_min(1e-4).reciprocal()
+
+
 def _feature_loss(
     student: Iterable[torch.Tensor], teacher: Iterable[torch.Tensor], by: Iterable[torch.Tensor | None]
 ) -> torch.Tensor:
@@ -583,11 +589,8 @@ class Recovery:
 
     @torch.no_grad()
     def _usual_sizes(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """By block, one over the size [width] that each number of the dense model's output usually has beside the whole
-        of it."""
-        goals, _ = self.watched[0](tokens.to(self.device))
-        shares = [nn.functional.normalize(goal.float(), dim=-1) for goal in goals]
-        return [share.square().mean(0).sqrt().clamp_min(1e-4).reciprocal() for share in shares]
+        """By block, for the dense model's output: see `even`."""
+        return [even(goal) for goal in self.watched[0](tokens.to(self.device))[0]]
 
     def summary(self) -> dict[str, Any]:
         """For the report. The losses are means over the first and last tenth of the steps, in nats per token."""
