@@ -44,6 +44,10 @@ TEXTS_A_WINDOW = 2  # when recovery's text is written on a GPU: half as long, th
 PROSE_SHARE = 0.3  # of what recovery learns on, if prose is mixed into other text
 PROSE_PASSES = 4  # through the prose at most, for one through the other text
 
+# Layers are solved on so many tokens at most, training takes all: beyond them a Hessian gains nothing, and adding to it
+# takes longer than solving.
+SOLVED_ON = 1 << 18
+
 WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
 # Where their outputs are added as they are. Gemma's pass a norm first; its writers do not answer for the stream.
 PLAIN_STREAM = ("llama", "mistral", "qwen2", "qwen3")
@@ -399,7 +403,10 @@ def _do_blocks(
         walker.load(index)
         before = goal
         goal = None if goal is None else walker.forward(index, goal)
-        done[index] = _solve_block(walker, index, hidden, solving, result, before)
+        part = slice(max(1, SOLVED_ON // recipe.seq_len))
+        done[index] = _solve_block(
+            walker, index, hidden[part], solving, result, None if before is None else before[part]
+        )
         if recipe.reconstruct and goal is not None:
             goals.append(goal.bfloat16() if walker.fast else goal)  # many of them, and the products are no finer
         if index != indices[-1] or not recipe.reconstruct:

@@ -20,7 +20,8 @@ class Recipe:
     method: a name of `methods.METHODS`. ignore: modules left as they are; dense_layers: modules quantised but not
     pruned; both are shell patterns (`*.mlp.down_proj`) or `re:` and a regular expression, matched against the module's
     full name. calibration: a file, a folder, `hub:NAME`, text that comes along ("articles", "addresses", "builtin" for
-    both), or "self": the model writes it. num_samples windows of seq_len tokens each.
+    both), or "self": the model writes it. num_samples windows of seq_len tokens each; layers are solved on the first
+    262144 tokens of them at most, reconstruction learns on all.
 
     recover: seconds of distillation from the dense model afterwards, 0 for none; recover_steps counts its steps
     instead, so that two runs give the same. recover_text: what it learns on, as for calibration, or "auto": on a GPU
