@@ -110,7 +110,7 @@ class HopperConfig:
         return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
-# What 4-bit weights may use; the others use the first of each number of tokens.
+# What 4-bit weights may use, and others in part.
 _SHAPES = (
     HopperShape(8, 1, 1, 4, 2),
     HopperShape(8, 1, 2, 2, 2),
@@ -136,10 +136,14 @@ _KINDS = ("int4_24", "int8_24", "f16_24")
 # us that the sums of extra blocks take: the extra blocks for each output, and the others (fitted to extras.csv)
 _LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 
-# ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides.
-_NANOSECONDS = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
-# The same with 16-bit weights, which pass shared memory twice and weigh more there (fitted to wide.csv).
-_NANOSECONDS_16 = _NANOSECONDS | {64: (182.0, 2.1), 128: (232.0, 85.0)}
+# By bits: ns of a multiprocessor for a weight tile (64 x 128) times so many tokens, and for each k tile besides. Wider
+# weights take more of shared memory, those of 16 bits pass it twice (fitted to launches.csv, int8.csv and wide.csv).
+_NANOSECONDS_4 = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
+_NANOSECONDS = {
+    4: _NANOSECONDS_4,
+    8: _NANOSECONDS_4 | {32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)},
+    16: _NANOSECONDS_4 | {64: (182.0, 2.1), 128: (232.0, 85.0)},
+}
 # us of a launch with the wide shape, of a multiprocessor for a weight tile times 128 tokens, and for each block that
 # shares an output where there are fewer of them than multiprocessors.
 _WIDE_LAUNCH, _WIDE_TILE, _WIDE_FEW = 9.0, 0.255, 4.0
@@ -157,6 +161,8 @@ def shapes(kind: str) -> tuple[HopperShape, ...]:
     for shape in _SHAPES:
         if shape.tokens == 128 or shape.tokens not in first:
             first[shape.tokens] = shape
+    if kind == "int8_24":
+        return tuple(shape for shape in _SHAPES if not shape.is_decode or shape in first.values())
     return (*first.values(), *((HopperShape(128, 2, 1, 1), _WIDE) if kind == "f16_24" else ()))
 
 
@@ -307,7 +313,7 @@ class HopperFamily:
         readers = min(
             -(-problem.m // shape.tokens), max(1.0, chip.multiprocessors * blocks * shape.block_n / problem.n)
         )
-        unpack, wait = (_NANOSECONDS_16 if problem.bits == 16 else _NANOSECONDS)[shape.tokens]
+        unpack, wait = _NANOSECONDS[problem.bits][shape.tokens]
         times = (
             resident * tiles * unpack + wait,
             weights * busy * chip.multiprocessors / (1.01 * chip.bandwidth) / readers,
