@@ -141,7 +141,7 @@ _LEAVE_PIECE, _ADD_PIECE = 1.5, 2.3
 _NANOSECONDS_4 = {8: (46.5, 56.2), 16: (80.1, 35.1), 32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)}
 _NANOSECONDS = {
     4: _NANOSECONDS_4,
-    8: _NANOSECONDS_4 | {32: (108.9, 0.0), 64: (148.6, 2.1), 128: (180.7, 85.8)},
+    8: _NANOSECONDS_4 | {32: (119.8, 20.0), 64: (148.6, 2.1), 128: (216.8, 20.0)},
     16: _NANOSECONDS_4 | {64: (182.0, 2.1), 128: (232.0, 85.0)},
 }
 # us of a launch with the wide shape, of a multiprocessor for a weight tile times 128 tokens, and for each block that
