@@ -113,7 +113,7 @@ def page(options: argparse.Namespace) -> None:
     plots = ROOT / "docs" / PLOTS
     for results in load_all(options.results):
         # Where few token counts were measured one plot says it all.
-        kinds = KINDS if len({entry["m"] for entry in results.points}) >= 10 else KINDS[:1]
+        kinds = KINDS if len({entry["m"] for entry in results.points}) >= 12 else KINDS[:1]
         for path in draw_all([results], plots, kinds=kinds):
             print(f"wrote {path.relative_to(ROOT)}")
     (ROOT / "docs" / "performance.md").write_text(render(options.results, plots), encoding="utf-8")

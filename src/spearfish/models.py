@@ -307,6 +307,26 @@ def gguf_of_package(package: str) -> Path:
     return files[0]
 
 
+def refuse_broken(tokenizer: Any, name: str) -> None:
+    """Raises UnsupportedError if words of the vocabulary do not become the token that they are. Some releases of
+    transformers read a GGUF's tokenizer wrongly (5.17 Gemma's: " world" in three pieces), without a word about it."""
+    known = {
+        word: index
+        for word, index in tokenizer.get_vocab().items()
+        if word[:1] in "\u2581\u0120" and len(word) > 5 and word[1:].isascii() and word[1:].isalpha()
+    }
+    words = sorted(known)[:: max(1, len(known) // 200)]
+    read = tokenizer([f"a {word[1:]}" for word in words], add_special_tokens=False).input_ids if words else []
+    whole = sum(ids[-1] == known[word] for ids, word in zip(read, words, strict=True))
+    if whole < len(words) / 2:
+        import transformers
+
+        raise UnsupportedError(
+            f"{name}: transformers {transformers.__version__} reads its tokenizer wrongly, {len(words) - whole} of"
+            f" {len(words)} words of the vocabulary come apart; take a newer release, or the model's own folder"
+        )
+
+
 def convert_gguf(file: Path) -> Path:
     """A folder with the dequantised model and its tokenizer, kept in the cache: reading it again takes a fraction of a
     second, the GGUF itself many. Weights are stored in float16."""
@@ -336,6 +356,7 @@ def convert_gguf(file: Path) -> Path:
                 raise UnsupportedError(f"reading {file.name} needs one more package: {error}") from error
             except (ValueError, KeyError, OSError, NotImplementedError) as error:
                 raise UnsupportedError(f"transformers cannot read {file.name}: {error}") from error
+            refuse_broken(tokenizer, file.name)
             bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
             if bad:
                 raise FormatError(f"{file.name}: {bad[0]} is not finite in float16 ({len(bad)} such tensors)")

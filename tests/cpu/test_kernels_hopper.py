@@ -208,15 +208,21 @@ def test_the_chooser_takes_what_was_measured_to_be_fast() -> None:
     assert sum(losses) / len(losses) < 1.015
 
 
-def test_the_chooser_takes_what_was_fast_with_16_bits() -> None:
+@pytest.mark.parametrize(
+    ("kind", "granules", "file", "points", "worst"),
+    [("int8_24", 1, "int8.csv", 54, 1.08), ("f16_24", 0, "wide.csv", 36, 1.12)],
+)
+def test_the_chooser_takes_what_was_fast_with_more_bits(
+    kind: str, granules: int, file: str, points: int, worst: float
+) -> None:
     losses = []
-    for (k, n, m), times in _launches("wide.csv").items():
-        asked = problem(m, n, k, "f16_24", 0)
+    for (k, n, m), times in _launches(file).items():
+        asked = problem(m, n, k, kind, granules)
         _, way = choose(asked, H200)
         losses.append(times[way] / min(times.values()))
         assert 0.75 < FAMILY.microseconds(way, asked, H200) / times[way] < 1.25, (k, n, m)
-    assert len(losses) == 36
-    assert max(losses) < 1.12
+    assert len(losses) == points
+    assert max(losses) < worst
     assert sum(losses) / len(losses) < 1.02
 
 

@@ -13,7 +13,7 @@ import torch
 import tiny
 from spearfish.compress.walk import Walker
 from spearfish.errors import FormatError, UnsupportedError
-from spearfish.models import ARCHITECTURES, DenseModel, convert_gguf, load_dense
+from spearfish.models import ARCHITECTURES, DenseModel, convert_gguf, load_dense, refuse_broken
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -140,6 +140,30 @@ def test_gguf_becomes_a_cached_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     before = (dense.folder / "model.safetensors").stat().st_ino
     assert convert_gguf(file) == dense.folder
     assert (dense.folder / "model.safetensors").stat().st_ino == before
+
+
+class Pieces:
+    """A tokenizer of words, or one that has lost how their letters join."""
+
+    def __init__(self, broken: int) -> None:
+        self.words = [f"\u2581word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(100)]
+        self.broken = broken
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)} | {"\u2581a": 100, "x": 101}
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> Any:
+        from types import SimpleNamespace
+
+        found = [self.words.index(f"\u2581{text.removeprefix('a ')}") for text in texts]
+        return SimpleNamespace(input_ids=[[100, index] if index >= self.broken else [100, 101, 101] for index in found])
+
+
+def test_a_tokenizer_that_takes_its_words_apart_is_refused() -> None:
+    refuse_broken(Pieces(0), "fine.gguf")
+    refuse_broken(Pieces(40), "rare words may be unlucky")
+    with pytest.raises(UnsupportedError, match="bad.gguf: transformers .* 60 of 100 words of the vocabulary come apart"):
+        refuse_broken(Pieces(60), "bad.gguf")
 
 
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
