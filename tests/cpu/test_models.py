@@ -162,7 +162,9 @@ class Pieces:
 def test_a_tokenizer_that_takes_its_words_apart_is_refused() -> None:
     refuse_broken(Pieces(0), "fine.gguf")
     refuse_broken(Pieces(40), "rare words may be unlucky")
-    with pytest.raises(UnsupportedError, match="bad.gguf: transformers .* 60 of 100 words of the vocabulary come apart"):
+    with pytest.raises(
+        UnsupportedError, match="bad.gguf: transformers .* 60 of 100 words of the vocabulary come apart"
+    ):
         refuse_broken(Pieces(60), "bad.gguf")
 
 
