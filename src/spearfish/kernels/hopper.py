@@ -110,7 +110,7 @@ class HopperConfig:
         return f"{kernel} {s.tokens} x {s.block_n} tokens x rows, {ways}, {self.blocks} on a multiprocessor"
 
 
-# What 4-bit weights may use, and others in part.
+# What 4-bit weights may use, and others in part (see `shapes`).
 _SHAPES = (
     HopperShape(8, 1, 1, 4, 2),
     HopperShape(8, 1, 2, 2, 2),
@@ -235,8 +235,10 @@ class HopperFamily:
             uneven = uneven and problem.m <= 2 * shape.tokens
             if uneven and shape.may_be_even:
                 found.append(HopperConfig(shape, even=True))
-            # Not with wide tiles or several blocks of tokens: it takes as long as it saves.
-            if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens:
+            # Not with wide tiles or several blocks of tokens: it takes as long as it saves. (8 bits with 128 tokens were
+            # not tried.)
+            untried = problem.kind == "int8_24" and shape.tokens == 128
+            if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens and not untried:
                 found += [
                     HopperConfig(shape, split, extras=extras)
                     for split in (1, 2)
