@@ -235,7 +235,7 @@ class HopperFamily:
             uneven = uneven and problem.m <= 2 * shape.tokens
             if uneven and shape.may_be_even:
                 found.append(HopperConfig(shape, even=True))
-            # Not with wide tiles or several blocks of tokens: it takes as long as it saves. (128 tokens with 8 bits were
+            # Not with wide tiles or several blocks of tokens: it takes as long as it saves. (128 tokens with 8 bits:
             # not tried.)
             untried = problem.kind == "int8_24" and shape.tokens == 128
             if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens and not untried:
