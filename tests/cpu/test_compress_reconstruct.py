@@ -350,6 +350,7 @@ def test_refusals(place: Path) -> None:
         ("needs a method that prunes", {"budget": 0.2, "method": "gptq"}),
         ("needs a method that prunes", {"budget": 0.2, "bits": 16}),
         ("reconstruction trains codes", {"reconstruct": 3, "bits": 16}),
+        ("4 blocks together is for reconstruction", {"together": 4}),
     ):
         with pytest.raises(SpearfishError, match=wanted):
             compress(place / "dense", place / "never", recipe(place, **changes))

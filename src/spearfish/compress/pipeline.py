@@ -179,6 +179,10 @@ def _refuse(recipe: Recipe) -> None:
         raise SpearfishError("recovery trains codes and scales: bits must be 4 or 8, got 16")
     if recipe.bits == 16 and recipe.reconstruct:
         raise SpearfishError("reconstruction trains codes and scales: bits must be 4 or 8, got 16")
+    if recipe.together > 1 and not recipe.reconstruct:
+        raise SpearfishError(
+            f"{recipe.together} blocks together is for reconstruction, which has no steps to train them"
+        )
     if recipe.budget and (recipe.bits == 16 or not methods.METHODS[recipe.method].prunes):
         raise SpearfishError(
             f"a budget of dense quantised layers needs a method that prunes the others, in 4 or 8 bits; got"
