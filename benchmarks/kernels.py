@@ -26,7 +26,7 @@ from spearfish.bench.device import CudaDevice
 from spearfish.bench.implementations import Implementation, ours_and_cublas, select
 from spearfish.bench.page import PLOTS, render
 from spearfish.bench.peers import all_peers, load_libraries
-from spearfish.bench.plot import KINDS, draw_all
+from spearfish.bench.plot import KINDS, draw_all, well_measured
 from spearfish.bench.problems import SHAPE_SETS, TOKENS, parse_scheme, parse_seconds, parse_tokens
 from spearfish.bench.report import means_table, rows
 from spearfish.bench.results import load_all, run_head
@@ -113,7 +113,7 @@ def page(options: argparse.Namespace) -> None:
     plots = ROOT / "docs" / PLOTS
     for results in load_all(options.results):
         # Where few token counts were measured one plot says it all.
-        kinds = KINDS if len({entry["m"] for entry in results.points}) >= 12 else KINDS[:1]
+        kinds = KINDS if len(well_measured(rows(results))) >= 10 else KINDS[:1]
         for path in draw_all([results], plots, kinds=kinds):
             print(f"wrote {path.relative_to(ROOT)}")
     (ROOT / "docs" / "performance.md").write_text(render(options.results, plots), encoding="utf-8")

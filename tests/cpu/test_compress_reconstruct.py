@@ -152,6 +152,13 @@ def test_together_they_come_closer(place: Path, reports: dict[str, Report]) -> N
             fast=False,
         )
     assert [len(outcome["blocks"]) for outcome in report.reconstruct] == [2, 1]  # there are three
+    first, second = report.reconstruct
+    found = report.reconstruction
+    assert found is not None and (found["blocks"], found["kept"]) == (3, 3)
+    assert found["after"] == pytest.approx((first["after"] + second["after"]) / 2)
+    report.reconstruct = [first, second | {"kept": False}]
+    found = report.reconstruction
+    assert found is not None and (found["blocks"], found["kept"]) == (3, 2)
     tokens = cut_windows(load_dense(place / "dense").tokenizer(), read_text(str(place / "other.txt")), 32)[:40]
     dense, before, both = (states(place, folder, tokens) for folder in ("dense", "before", "both"))
     for goal, worse, better in zip(dense, before, both, strict=True):

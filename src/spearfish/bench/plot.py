@@ -72,6 +72,13 @@ def _save(figure: Any, path: Path, dpi: int) -> None:
     image.save(path, optimize=True)
 
 
+def well_measured(here: Sequence[Row]) -> set[int]:
+    """Token counts at which two thirds of the layers or more were measured: means over few beside means over all would
+    draw dips that are none."""
+    layers = Counter(row.point.m for row in here)
+    return {m for m, count in layers.items() if 3 * count >= 2 * max(layers.values())}
+
+
 def _title(results: Results) -> str:
     return f"{scheme_name(results.scheme)}, {results.dtype}, {results.gpu}"
 
@@ -130,9 +137,8 @@ def _lines(axes: Any, here: Sequence[Row]) -> None:
 def _speedup(here: Sequence[Row], results: Results) -> Any:
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9.6, 5.4), layout="constrained")
-    # Means over few layers beside those over all would draw dips that are none.
-    tokens = Counter(row.point.m for row in here)
-    here = [row for row in here if 3 * tokens[row.point.m] >= 2 * max(tokens.values())]
+    wide = well_measured(here)
+    here = [row for row in here if row.point.m in wide]
     _lines(axes, here)
     counts = Counter(row.point.m for row in here).values()
     layers = f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"

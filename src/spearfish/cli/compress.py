@@ -282,15 +282,11 @@ def _print_report(console: Console, report: Report, layers: bool) -> None:
             f" pruning and rounding add: {', '.join(named[:6])}{' ...' if len(named) > 6 else ''}. Why: report.json.",
             soft_wrap=True,
         )
-    if report.reconstruct:
-        before, after = (sum(o[k] for o in report.reconstruct) / len(report.reconstruct) for k in ("before", "after"))
-        kept, blocks = (
-            sum(len(o["blocks"]) for o in report.reconstruct if o["kept"] or every) for every in (False, True)
-        )
+    if found := report.reconstruction:
         console.print(
-            f"Reconstruction: {kept} of {blocks} blocks came closer to the dense model on windows they"
-            f" were not trained on; distance {before:.4f} before, {after:.4f} after, on average. The layers' errors"
-            " above are those of before.",
+            f"Reconstruction: {found['kept']} of {found['blocks']} blocks came closer to the dense model on windows"
+            f" they were not trained on; distance {found['before']:.4f} before, {found['after']:.4f} after, on average."
+            " The layers' errors above are those of before.",
             soft_wrap=True,
         )
     if report.recover and report.recover["divergence_last"] is not None:

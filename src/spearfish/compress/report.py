@@ -55,6 +55,17 @@ class Report:
         return sum(layer.error * layer.n * layer.k for layer in self.layers) / max(size, 1)
 
     @property
+    def reconstruction(self) -> dict[str, Any] | None:
+        """Mean distance behind blocks trained together before and after it, how many blocks were trained and how many
+        kept what they learnt; None if none was trained."""
+        if not self.reconstruct:
+            return None
+        mean = {key: sum(o[key] for o in self.reconstruct) / len(self.reconstruct) for key in ("before", "after")}
+        blocks = sum(len(o["blocks"]) for o in self.reconstruct)
+        kept = sum(len(o["blocks"]) for o in self.reconstruct if o["kept"])
+        return mean | {"blocks": blocks, "kept": kept}
+
+    @property
     def fell_back(self) -> list[str]:
         """Layers that needed something unusual."""
         return [layer.name for layer in self.layers if layer.remark]
