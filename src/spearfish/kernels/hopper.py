@@ -235,10 +235,8 @@ class HopperFamily:
             uneven = uneven and problem.m <= 2 * shape.tokens
             if uneven and shape.may_be_even:
                 found.append(HopperConfig(shape, even=True))
-            # Not with wide tiles or several blocks of tokens: it takes as long as it saves. (128 tokens with 8 bits:
-            # not tried.)
-            untried = problem.kind == "int8_24" and shape.tokens == 128
-            if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens and not untried:
+            # Not with wide tiles or several blocks of tokens: it takes as long as it saves.
+            if not shape.is_decode and shape.m_tiles == 1 and problem.m <= shape.tokens:
                 found += [
                     HopperConfig(shape, split, extras=extras)
                     for split in (1, 2)
@@ -427,10 +425,10 @@ class HopperFamily:
 def _extras(outputs: int, split: int, chip: Chip) -> int:
     """How many extra blocks find a free multiprocessor and something to do; 0 where there are few."""
     free = chip.multiprocessors - outputs * split
-    if not chip.multiprocessors / 5 <= free < outputs * split:
+    if not chip.multiprocessors / 7 <= free < outputs * split:
         return 0
-    rounds = -(-outputs // free)
-    return min(free, -(-outputs // rounds)) // split * split
+    rounds = -(-outputs // (free // split * split))
+    return -(-outputs // rounds // split) * split
 
 
 def _sums(config: HopperConfig, problem: Problem) -> float:
