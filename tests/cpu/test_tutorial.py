@@ -168,7 +168,7 @@ def test_the_kernel_table_is_the_files(tables: ModuleType, tmp_path: Path) -> No
     for k, ours, marlin, cublas in ((4096, 2.0, 3.0, 8.0), (8192, 4.0, 5.0, 12.0)):
         times = {"spearfish": ours, "marlin": marlin, "machete": 9.0, "cublas": cublas, "spearfish-dense": 0.1}
         us = {name: [value, value, value] for name, value in times.items()}
-        results.points.append({"k": k, "n": 4096, "m": 16, "run": "r", "us": us, "how": {}, "missing": {}})
+        results.points.append({"k": k, "n": 4096, "m": 16, "run": "r", "us": us, "how": {}})
     results.save(tmp_path)
     text = tables.kernels(tmp_path)
     assert "Some GPU" in text

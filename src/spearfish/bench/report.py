@@ -247,7 +247,7 @@ def unmeasured(results: Results) -> list[str]:
     """What was wrong or failed, each reason once with how often."""
     seen: dict[tuple[str, str], list[str]] = {}
     for entry in results.points:
-        for name, why in entry["missing"].items():
+        for name, why in entry.get("missing", {}).items():
             seen.setdefault((name, why), []).append(f"{entry['k']} × {entry['n']}, m = {entry['m']}")
     return [
         f"{name}: {why} (at {places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"

@@ -90,13 +90,15 @@ class Results:
         slowest = ours.get("spearfish", math.inf)
         entry["how"] = {name: how for name, how in measured.how.items() if ours.get(name, math.inf) <= slowest}
         # Why an implementation takes no part at all stands in the head of the run, once.
-        entry["missing"] = {name: why for name, why in measured.missing.items() if why.startswith(("wrong", "failed"))}
+        faults = {name: why for name, why in measured.missing.items() if why.startswith(("wrong", "failed"))}
+        if faults:
+            entry["missing"] = faults
         self.points.append(entry)
         self.points.sort(key=lambda entry: (entry["n"] * entry["k"], entry["n"], entry["m"]))
         head = next(head for head in self.runs if head["id"] == run)
         for name, error in measured.errors.items():
             head["errors"][name] = max(_short(error, 2), head["errors"].get(name, 0.0))
-        for name in measured.missing.keys() - entry["missing"].keys():
+        for name in measured.missing.keys() - faults.keys():
             head["absent"].setdefault(name, measured.missing[name])
 
     def save(self, folder: Path) -> Path:
