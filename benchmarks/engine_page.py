@@ -45,17 +45,19 @@ again, and the words here in `benchmarks/engine_page.py`.
   random legal 2:4 patterns, scales that keep the activations' size. Speed does not depend on what a model says.
 * **The rival** is dense int4 in groups of 128 in the same engine (compressed-tensors pack-quantized, symmetric), on the
   kernel that vLLM picks by itself. "Marlin" and "plain GPTQ kernel" are the same weights with the kernels before these
-  forbidden.
+  forbidden; where requests are few, Marlin is the faster rival.
 * **Decode:** that many requests with 32 tokens each; 8 steps to warm up, then 64 steps in 4 windows. The time of a step
   is the median over the windows, steps captured as CUDA graphs. Everything counts that a step takes, host work too.
 * **Prefill:** from handing over the prompts to the last of their first tokens, median of five.
 * **Requests:** all of them wait at the start; tokens of answers per second until the last is done, prompts and decode
   steps mixed as the scheduler likes, after a queue of short answers to warm up. The more is the better, in this one
   line.
-* **One machine, one process each.** The kinds of a geometry run one after another on the same GPU, each in a fresh
-  process. Compilation mode 0: no Inductor, which fuses what lies between the linears and takes minutes.
+* **One process each**, fresh. Kinds of one date ran one after another on the same GPU, those of another on another of its
+  kind (the result files say which), and such cards differ by a few percent. Compilation mode 0: no Inductor, which
+  fuses what lies between the linears and takes minutes.
 * **On several GPUs** (a heading then says how many): the model is cut over them, tensor parallel, a process for each,
-  the rivals too. Which of vLLM's classes add up the parts is listed there; none with NVLink multicast.
+  the rivals too. Which of vLLM's classes add up the parts is listed there; none with NVLink multicast. Not measured yet.
+* **Wanted** and **best hoped for** are what was aimed at for Yi-34B before it was measured; for bytes, in brackets.
 * **Bytes** are those of the parameters as they run, whatever the file held; with several GPUs, those of one.
 
 On your own GPU: `python benchmarks/engine.py run --geometry yi-34b --results FOLDER`; it needs vLLM and 80 GB for fp16.
@@ -303,7 +305,7 @@ def kernels(one: Measured) -> Iterator[str]:
 def compared(one: Measured) -> Iterator[str]:
     """A real model in vLLM and in transformers."""
     found = one.content
-    yield f"## A real checkpoint, {found['model']}: vLLM beside transformers\n"
+    yield f"## A real checkpoint, {found['model']}: vLLM beside transformers, on {found['machine']['gpu']}\n"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
     yield f"* {found['date']}, {found['machine']['gpu']}, commit {found['commit']}: {versions}\n"
     if found["kernels"]:

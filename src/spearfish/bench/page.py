@@ -31,7 +31,13 @@ measuring again, and the words here in `src/spearfish/bench/page.py`.
 * **The roof** of a product is the larger of two times measured on the same card in the same run: that in which one
   graph node reads weight, x and y once, and that of its operations at the rate which sparse tensor cores hold for a
   second. "TFLOP/s" counts the operations of the dense product, "TB/s" the bytes of the compressed weight, x and y.
-* **× best rival** compares with the fastest of all others at each layer and m, cuBLAS among them.
+* **× best rival** compares with the fastest of all others at each layer and m, cuBLAS among them. Not every rival was
+  measured everywhere: where humming was not, the factor may be too large.
+* **Rivals:** Marlin and Machete of vLLM and humming are dense 4- and 8-bit kernels, tinygemm is torch's, cuSPARSELt is
+  NVIDIA's library for 16-bit 2:4. **× 2024 kernel** compares with vLLM 0.14.1's marlin_24 kernel, measured once, not in
+  these runs; with groups and 128 tokens or more it was sometimes wrong (a data race).
+* **≥ 45 MB:** layers whose compressed weight is at least so large. **Kept up:** each runs for a second or more, so that
+  power sets the clock. `*`: a mean over fewer layers than the others; `–`: not measured.
 
 On your own GPU: `spearfish bench`, or `spearfish bench CHECKPOINT --m 1,16,256` for the layers of a model. Every point:
 `spearfish bench --report --results benchmarks/results/kernels`.

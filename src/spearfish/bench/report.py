@@ -231,8 +231,8 @@ def regrets(results: Results) -> list[str]:
         ways = {name: values[0] for name, values in entry["us"].items() if name.startswith(OURS)}
         chosen = ways.get(OURS)
         best = min(ways, key=lambda name: ways[name], default=OURS)
-        if chosen and ways[best] < EVEN * chosen:
-            how = entry["how"]
+        how = entry["how"]
+        if chosen and ways[best] < EVEN * chosen and how.get(best) != how.get(OURS, ""):
             found.append(
                 (
                     ways[best] / chosen,
