@@ -37,7 +37,9 @@ def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def caption(model: str, results: list[dict[str, Any]]) -> str:
     """What a model's rows were judged on."""
-    dense = sorted((facts["dense"] for facts in results), key=lambda dense: float(dense["perplexity"]))[len(results) // 2]
+    dense = sorted((facts["dense"] for facts in results), key=lambda dense: float(dense["perplexity"]))[
+        len(results) // 2
+    ]
     return (
         f"**{model}**: dense {dense['perplexity']:.2f}, {dense['windows']} windows of {dense['length']} tokens,"
         f" standard error {100 * dense['standard_error']:.1f} %\n\n"
