@@ -154,7 +154,8 @@ def test_refusals_come_before_any_work(place: Path, done: Report) -> None:
             compress(place / "dense", place / out, recipe(place, **changes))
         assert not (place / "never").exists() and not (place / "never.work").exists()
 
-    refuse("exists already", out="out")
+    refuse("exists; choose another name", out="out")
+    refuse("exists and is not a folder", out="text.txt")
     refuse("no method 'best'", method="best")
     refuse("longer than the model's longest input, 256", seq_len=300)
     refuse(r"gives \d+ windows", num_samples=10_000)
@@ -162,6 +163,23 @@ def test_refusals_come_before_any_work(place: Path, done: Report) -> None:
     refuse("recovery trains codes and scales", bits=16, recover=5.0)
     with pytest.raises(SpearfishError, match="no key 'group_sise', did you mean 'group_size'"):
         Recipe.from_dict({"group_sise": 64})
+
+
+def test_a_folder_that_must_not_be_replaced_is_refused_before_any_work(place: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    def refuse(wanted: str, out: Path) -> None:
+        with pytest.raises(SpearfishError, match=wanted):
+            compress(
+                place / "dense", out, recipe(place), overwrite=True, progress=lambda *said: stages.append(said[0])
+            )
+        assert not out.with_name(f"{out.name}.work").exists()
+
+    refuse("must not be the source folder", place / "dense")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("mine")
+    refuse("holds files but no config.json", tmp_path / "notes")
+    assert not stages
 
 
 def test_unknown_families_are_refused_by_name_or_forced(tmp_path: Path, place: Path) -> None:
@@ -281,3 +299,17 @@ def test_kept_work_serves_a_later_recovery(place: Path, tmp_path: Path) -> None:
     compress(place / "dense", tmp_path / "b", recipe(place, **few, recover_steps=1), fast=False)
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert a == b
+    # What another recovery has learnt, or its text, is not gone on with; what the same one has is.
+    for name in ("recovery", "recovery-text"):
+        (tmp_path / "a.work" / f"{name}.safetensors").write_bytes(b"of one step")
+    with pytest.raises(SpearfishError, match="recovery.safetensors is damaged"):
+        compress(place / "dense", tmp_path / "a", recipe(place, **few, recover_steps=1), fast=False, overwrite=True)
+    compress(place / "dense", tmp_path / "a", recipe(place, **few, recover_steps=2), fast=False, overwrite=True)
+
+
+def test_kept_work_still_tells_what_was_left_out(place: Path, tmp_path: Path) -> None:
+    few = recipe(place, num_samples=2, ignore=("*.0.mlp.up_proj",))
+    first = compress(place / "dense", tmp_path / "a", few, fast=False, keep_work=True)
+    again = compress(place / "dense", tmp_path / "a", few, fast=False, overwrite=True)
+    assert first.ignored == again.ignored == ["model.layers.0.mlp.up_proj"]
+    assert not any("never reached" in warning for warning in first.warnings + again.warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,8 @@ def test_a_run_calibrates_on_it_and_keeps_it(place: Path, monkeypatch: pytest.Mo
         compress(place / "dense", place / "out", recipe, fast=False, progress=stop)
     with monkeypatch.context() as patch:
         patch.setattr(written, "write", lambda *_: pytest.fail("the text was there"))
+        with pytest.raises(SpearfishError, match="unfinished run with another model or recipe"):
+            compress(place / "dense", place / "out", replace(recipe, seed=1), fast=False)
         report = compress(place / "dense", place / "out", recipe, fast=False)
     assert report.calibration["source"] == "self" and report.calibration["tokens"] == 256
     with pytest.raises(SpearfishError, match="longer than the model's longest input"):

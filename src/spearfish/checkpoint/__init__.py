@@ -5,7 +5,7 @@ from spearfish.checkpoint.conversion import DTYPES, TARGETS, Converted, ConvertR
 from spearfish.checkpoint.inspection import Inspection, LayerRow, inspect
 from spearfish.checkpoint.reader import Checkpoint, LinearInfo, open_checkpoint
 from spearfish.checkpoint.verification import Problem, VerifyReport, verify
-from spearfish.checkpoint.writer import CheckpointWriter
+from spearfish.checkpoint.writer import CheckpointWriter, refuse_target
 
 __all__ = [
     "DTYPES",
@@ -24,5 +24,6 @@ __all__ = [
     "convert",
     "inspect",
     "open_checkpoint",
+    "refuse_target",
     "verify",
 ]

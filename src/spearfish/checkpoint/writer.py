@@ -101,12 +101,12 @@ class CheckpointWriter:
         self._lock = Lock(self.out.with_name(f".{self.out.name}.lock"), busy)
 
     def __enter__(self) -> CheckpointWriter:
-        self._check_target()
+        refuse_target(self.out, self.source, self.overwrite)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         try:
             _remove_abandoned(self.out)
-            self._check_target()
+            refuse_target(self.out, self.source, self.overwrite)
             self._temp.mkdir()
         except BaseException:
             self._lock.release()
@@ -262,20 +262,6 @@ class CheckpointWriter:
             raise FormatError("CheckpointWriter needs the model's config, or a source folder that has config.json")
         return read_json(self.source / "config.json")
 
-    def _check_target(self) -> None:
-        if self.source is not None and (self.source == self.out or self.out in self.source.parents):
-            raise FormatError(f"{self.out}: the output must not be the source folder or hold it")
-        if not self.out.exists():
-            return
-        if not self.out.is_dir():
-            raise FormatError(f"{self.out}: exists and is not a folder")
-        if not any(self.out.iterdir()):
-            return
-        if not self.overwrite:
-            raise FormatError(f"{self.out}: exists; choose another name or allow it to be replaced (--overwrite)")
-        if not (self.out / "config.json").is_file():
-            raise FormatError(f"{self.out}: holds files but no config.json, so it is not replaced; remove it yourself")
-
     def _name_shards(self) -> None:
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -303,7 +289,7 @@ class CheckpointWriter:
         (self._temp / name).write_text(text + "\n", encoding="utf-8")
 
     def _publish(self) -> None:
-        self._check_target()  # the work may have taken hours
+        refuse_target(self.out, self.source, self.overwrite)  # the work may have taken hours
         if not self.out.exists():
             self._temp.rename(self.out)
             return
@@ -314,6 +300,22 @@ class CheckpointWriter:
         self.out.rename(previous)
         self._temp.rename(self.out)
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def refuse_target(out: Path, source: Path | None, overwrite: bool) -> None:
+    """Raises FormatError if a folder must not be written at `out`, an absolute path. source: what is carried over."""
+    if source is not None and (source == out or out in source.parents):
+        raise FormatError(f"{out}: the output must not be the source folder or hold it")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise FormatError(f"{out}: exists and is not a folder")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise FormatError(f"{out}: exists; choose another name or allow it to be replaced (--overwrite)")
+    if not (out / "config.json").is_file():
+        raise FormatError(f"{out}: holds files but no config.json, so it is not replaced; remove it yourself")
 
 
 def _own_facts(layer: Written, main: QuantScheme) -> dict[str, Any]:

@@ -53,6 +53,7 @@ WRITERS = {"self_attn.o_proj": "in", "mlp.down_proj": "out"}  # see Walker.lag
 PLAIN_STREAM = ("llama", "mistral", "qwen2", "qwen3")
 
 RECOVERY = "recovery.safetensors"
+RECOVERY_TEXT = "recovery-text.safetensors"
 CALIBRATION_TEXT = "calibration-text.safetensors"
 
 # Called as progress(stage, done, total, note).
@@ -85,40 +86,41 @@ def compress(
     Raises SpearfishError for a bad recipe, model or text, before any work; an existing `out` needs `overwrite`.
     """
     recipe = recipe or Recipe()
-    out = Path(out)
-    if out.exists() and not overwrite:
-        raise SpearfishError(f"{out} exists already; give another folder or overwrite it (--overwrite)")
+    target = Path(out).expanduser().absolute()
+    checkpoint.refuse_target(target, None, overwrite)  # before a GGUF file is taken apart
     _refuse(recipe)
     if recipe.catch_up is None:
         recipe = replace(recipe, catch_up=methods.METHODS[recipe.method].catch_up)
     dense = model if isinstance(model, DenseModel) else models.load_dense(model, force_generic)
+    checkpoint.refuse_target(target, dense.folder.absolute(), overwrite)
     device = torch.device(device)
     start = time.perf_counter()
     fast = bfloat16_is_faster(device) if fast is None else fast
 
     walker = Walker(dense, device, fast)
     refuse_unfit(walker, recipe, format)
-    place = out.with_name(f"{out.name}.work")
-    tokens = _calibration(dense, recipe, device, fast, place, progress)
-    walker.home = home(device, recipe, int(dense.config.get("hidden_size", 0)))
-    result = report.Report(
-        model=dense.name,
-        out=str(out),
-        recipe=recipe.to_dict(),
-        calibration={
-            "source": tokens.source,
-            "windows": recipe.num_samples,
-            "length": recipe.seq_len,
-            "tokens": tokens.tokens.numel(),
-            "seed": recipe.seed,
-            "sha256": tokens.sha256,
-        },
-        memory_estimate=estimate_memory(dense, walker, recipe),
-    )
-    _warn_about_memory(result, device)
-    plan = _plan(dense, recipe, tokens, fast)
     follow = recipe.reconstruct > 0 or bool(recipe.catch_up)  # whether the dense model's states are wanted all along
-    with WorkFolder(place, plan) as work:
+    with WorkFolder(target.with_name(f"{target.name}.work")) as work:
+        plan = _plan(dense, recipe, fast)
+        work.check(plan)  # before text is written that would take the place of an unfinished run's
+        tokens = _calibration(dense, recipe, device, fast, work.path / CALIBRATION_TEXT, progress)
+        work.begin(plan | {"tokens": tokens.sha256})
+        walker.home = home(device, recipe, int(dense.config.get("hidden_size", 0)))
+        result = report.Report(
+            model=dense.name,
+            out=str(out),
+            recipe=recipe.to_dict(),
+            calibration={
+                "source": tokens.source,
+                "windows": recipe.num_samples,
+                "length": recipe.seq_len,
+                "tokens": tokens.tokens.numel(),
+                "seed": recipe.seed,
+                "sha256": tokens.sha256,
+            },
+            memory_estimate=estimate_memory(dense, walker, recipe),
+        )
+        _warn_about_memory(result, device)
         next_block, *states = work.load_hidden()
         hidden, goal = (None if state is None else state.to(walker.home) for state in states)
         if next_block:
@@ -130,13 +132,14 @@ def compress(
         del first
         for indices in _side_by_side(len(walker.paths), recipe):
             if indices[0] >= next_block:
-                hidden, goal = _do_blocks(walker, indices, hidden, goal, recipe, solving, work, result, progress)
+                hidden, goal = _do_blocks(walker, indices, hidden, goal, recipe, solving, work, progress)
                 if work.is_time_for(hidden, last=indices[-1] + 1 == len(walker.paths)):
                     work.save_hidden(indices[-1] + 1, hidden, goal)
             for index in indices:
-                _, reports, outcome = work.load_block(index)
+                weights, reports, outcome = work.load_block(index)
                 result.layers += reports
                 result.reconstruct += [outcome] if outcome else []
+                _tell_left_out(walker, index, weights, recipe, result)
         progress("blocks", len(walker.paths), len(walker.paths), "")
         REPLAYS.clear()
         result.judge()
@@ -147,7 +150,7 @@ def compress(
 
         progress("writing", 0, 1, str(out))
         with checkpoint.CheckpointWriter(
-            out, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
+            target, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
         ) as writer:
             packed: set[str] = set()
             for index in range(len(walker.paths)):
@@ -181,7 +184,8 @@ def _refuse(recipe: Recipe) -> None:
         raise SpearfishError("reconstruction trains codes and scales: bits must be 4 or 8, got 16")
     if recipe.together > 1 and not recipe.reconstruct:
         raise SpearfishError(
-            f"{recipe.together} blocks together is for reconstruction, which has no steps to train them"
+            f"{recipe.together} blocks together is for reconstruction, which has no steps to train them; give"
+            " --reconstruct, or leave --together out"
         )
     if recipe.budget and (recipe.bits == 16 or not methods.METHODS[recipe.method].prunes):
         raise SpearfishError(
@@ -239,6 +243,11 @@ def _recover(
     dense: DenseModel, walker: Walker, recipe: Recipe, work: WorkFolder, result: report.Report, progress: Progress
 ) -> tuple[dict[str, QuantWeight], dict[str, torch.Tensor]]:
     """Distillation from the dense model over all blocks at once; both models must fit into memory."""
+    asked = [recipe.recover, recipe.recover_text, recipe.recover_steps]
+    if work.load_facts("recovery-asked") != asked:  # the blocks serve every recovery, what one has learnt only that one
+        for name in (RECOVERY, RECOVERY_TEXT):
+            (work.path / name).unlink(missing_ok=True)
+        work.save_facts("recovery-asked", asked)
     changes = recover.settings_on(walker.device)
     settings = Settings(budget=recipe.recover, steps=recipe.recover_steps, seed=recipe.seed, **changes)
     weights = {name: w for i in range(len(walker.paths)) for name, w in work.load_block(i)[0].items()}
@@ -259,7 +268,7 @@ def _recover(
             limit = WRITING_SHARE * settings.budget if not settings.steps else None
             more = _written(
                 recovery.teacher, dense.tokenizer(), wanted - len(cut), settings.length, recipe.seed + 1,
-                work.path / "recovery-text.safetensors", limit, progress,
+                work.path / RECOVERY_TEXT, limit, progress,
                 texts=TEXTS_A_WINDOW if walker.device.type == "cuda" else 1,
             )  # fmt: skip
             cut = torch.cat((cut, more))
@@ -271,7 +280,7 @@ def _recover(
         cut = _mixed(cut, text.head(dense.tokenizer(), prose, len(cut), settings.length), recipe.seed)
     took = time.perf_counter() - begin
     recovery.settings = replace(settings, budget=max(settings.budget - took, 0.0))
-    recovery.run(cut, work.path / "recovery.safetensors", progress)
+    recovery.run(cut, work.path / RECOVERY, progress)
     if not recovery.step:
         result.warnings.append(
             f"recovery: its {settings.budget:.0f} s were over before the first step, text took {took:.0f} s of them"
@@ -293,7 +302,7 @@ def home(device: torch.device, recipe: Recipe, width: int) -> torch.device:
 
 
 def _calibration(
-    dense: DenseModel, recipe: Recipe, device: torch.device, fast: bool, place: Path, progress: Progress
+    dense: DenseModel, recipe: Recipe, device: torch.device, fast: bool, file: Path, progress: Progress
 ) -> text.Windows:
     limit = dense.config.get("max_position_embeddings")
     if recipe.calibration != written.NAME:
@@ -306,9 +315,8 @@ def _calibration(
     if device.type == "cuda" and recipe.recover and _text_of_recovery(recipe, device)[0] == written.NAME:
         count = max(count, written.AT_ONCE)  # takes hardly longer, and recovery learns on the rest
     tokens = _written(
-        model, dense.tokenizer(), count, recipe.seq_len, recipe.seed, place / CALIBRATION_TEXT, None, progress,
-        recipe.num_samples,
-    )  # fmt: skip
+        model, dense.tokenizer(), count, recipe.seq_len, recipe.seed, file, None, progress, recipe.num_samples
+    )
     return text.Windows(tokens[: recipe.num_samples], written.NAME)
 
 
@@ -361,8 +369,8 @@ def _written(
     return tokens
 
 
-def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -> dict[str, Any]:
-    """What must be equal for an unfinished run to be this one."""
+def _plan(dense: DenseModel, recipe: Recipe, fast: bool) -> dict[str, Any]:
+    """What must be equal for an unfinished run to be this one, but for its text."""
     shards = sorted(set(dense.reader.files.values()))
     sizes = {file.name: file.stat().st_size for file in shards}
     # The headers hold every tensor's name, shape and place.
@@ -375,7 +383,6 @@ def _plan(dense: DenseModel, recipe: Recipe, tokens: text.Windows, fast: bool) -
         "config": json.loads(json.dumps(dense.config)),
         "shards": sizes,
         "headers": headers.hexdigest(),
-        "tokens": tokens.sha256,
         "bfloat16": fast,
     }
 
@@ -394,7 +401,6 @@ def _do_blocks(
     recipe: Recipe,
     solving: Recipe,
     work: WorkFolder,
-    result: report.Report,
     progress: Progress,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solves blocks one after the other, then lets them learn together, and saves them. Returns what the next block
@@ -408,9 +414,7 @@ def _do_blocks(
         walker.load(index)
         before = goal
         goal = None if goal is None else walker.forward(index, goal)
-        done[index] = _solve_block(
-            walker, index, hidden[part], solving, result, None if before is None else before[part]
-        )
+        done[index] = _solve_block(walker, index, hidden[part], solving, None if before is None else before[part])
         if recipe.reconstruct and goal is not None:
             goals.append(goal.bfloat16() if walker.fast else goal)  # many of them, and the products are no finer
         if index != indices[-1] or not recipe.reconstruct:
@@ -440,7 +444,6 @@ def _solve_block(
     index: int,
     hidden: torch.Tensor,
     recipe: Recipe,
-    result: report.Report,
     goal: torch.Tensor | None = None,
 ) -> tuple[dict[str, QuantWeight], list[report.LayerReport]]:
     """Solves every linear of one block in the order of the forward pass, and leaves the compressed values in it. goal:
@@ -452,9 +455,7 @@ def _solve_block(
     reports: list[report.LayerReport] = []
     for group in walker.model.architecture.linears:
         named = present(block, path, group)
-        skipped = [name for name in named if matches(name, recipe.ignore)]
-        result.ignored += skipped
-        linears = {name: module for name, module in named.items() if name not in skipped}
+        linears = {name: module for name, module in named.items() if not matches(name, recipe.ignore)}
         if not linears:
             continue
         modules = list(linears.values())
@@ -469,9 +470,7 @@ def _solve_block(
         else:
             ran = walker.inputs(index, modules[0], hidden, hessian.add)
         if not ran:
-            result.ignored += list(linears)
-            result.warnings.append(f"{', '.join(linears)}: never reached by the calibration text, left as they are")
-            continue
+            continue  # `_tell_left_out` says so
         found = solve_group(linears, hessian, recipe)  # type: ignore[arg-type]
         for name, (weight, layer) in found.items():
             if weight.scheme.bits == 16:  # solved in float32, stored in the model's own type
@@ -480,6 +479,20 @@ def _solve_block(
             reports.append(layer)
             linears[name].weight.data.copy_(dequantize(weight))  # type: ignore[operator]
     return weights, reports
+
+
+def _tell_left_out(
+    walker: Walker, index: int, weights: dict[str, QuantWeight], recipe: Recipe, result: report.Report
+) -> None:
+    """Puts into the report which linears of a finished block stay as they are, and warns of those that nobody wanted to
+    leave out."""
+    path = walker.paths[index]
+    block = walker.net.get_submodule(path)
+    for group in walker.model.architecture.linears:
+        left = [name for name in present(block, path, group) if name not in weights]
+        result.ignored += left
+        if unreached := [name for name in left if not matches(name, recipe.ignore)]:
+            result.warnings.append(f"{', '.join(unreached)}: never reached by the calibration text, left as they are")
 
 
 def estimate_memory(dense: DenseModel, walker: Walker, recipe: Recipe) -> int:

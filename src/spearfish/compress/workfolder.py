@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -62,36 +63,43 @@ class WorkFolder:
     """plan.json says which run this is; `block-00007.safetensors` holds a finished block; `hidden.safetensors` the
     hidden states that the next block will receive, and which block that is."""
 
-    def __init__(self, path: Path, plan: dict[str, Any]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._saved = time.monotonic()
         self._lock = Lock(path / "lock", f"{path} is in use by another process, which writes the same output folder")
         path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
-        try:
-            self._check_plan(plan)
-        except BaseException:
-            self._lock.release()
-            raise
 
     def __enter__(self) -> WorkFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+        with contextlib.suppress(OSError):  # it holds something, or is gone
+            self.path.rmdir()
 
-    def _check_plan(self, plan: dict[str, Any]) -> None:
-        path = self.path
-        plan_file = path / "plan.json"
-        wanted = json.dumps(plan, sort_keys=True, indent=1)
-        if plan_file.exists() and plan_file.read_text() != wanted:
+    def check(self, facts: dict[str, Any]) -> None:
+        """Raises SpearfishError if an unfinished run lies here that was begun with other facts."""
+        plan = self.path / "plan.json"
+        if not plan.exists():
+            return
+        try:
+            stored = json.loads(plan.read_text())
+            same = {name: stored[name] for name in facts} == json.loads(json.dumps(facts))
+        except (RecursionError, *_DAMAGE):
+            same = False
+        if not same:
             raise SpearfishError(
-                f"{path} holds an unfinished run with another model or recipe; delete it, or give another output folder"
+                f"{self.path} holds an unfinished run with another model or recipe; delete it, or give another output"
+                " folder"
             )
-        if not plan_file.exists():
-            half = path / ".plan.half"
-            half.write_text(wanted)
-            half.replace(plan_file)
+
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Says which run this is, or raises as `check` does."""
+        self.check(plan)
+        half = self.path / ".plan.half"
+        half.write_text(json.dumps(plan, sort_keys=True, indent=1))
+        half.replace(self.path / "plan.json")
 
     def _block(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
