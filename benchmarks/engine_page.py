@@ -52,11 +52,12 @@ again, and the words here in `benchmarks/engine_page.py`.
 * **Requests:** all of them wait at the start; tokens of answers per second until the last is done, prompts and decode
   steps mixed as the scheduler likes, after a queue of short answers to warm up. The more is the better, in this one
   line.
-* **One process each**, fresh. Kinds of one date ran one after another on the same GPU, those of another on another of its
-  kind (the result files say which), and such cards differ by a few percent. Compilation mode 0: no Inductor, which
+* **One process each**, fresh. Kinds of one date ran one after another on the same GPU, those of another on another of
+  its kind (the result files say which), and such cards differ by a few percent. Compilation mode 0: no Inductor, which
   fuses what lies between the linears and takes minutes.
 * **On several GPUs** (a heading then says how many): the model is cut over them, tensor parallel, a process for each,
-  the rivals too. Which of vLLM's classes add up the parts is listed there; none with NVLink multicast. Not measured yet.
+  the rivals too. Which of vLLM's classes add up the parts is listed there; none with NVLink multicast. Not measured
+  yet.
 * **Wanted** and **best hoped for** are what was aimed at for Yi-34B before it was measured; for bytes, in brackets.
 * **Bytes** are those of the parameters as they run, whatever the file held; with several GPUs, those of one.
 

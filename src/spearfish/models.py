@@ -113,12 +113,6 @@ class ShardReader:
         return self.entries[name]
 
 
-def _resolve(module: nn.Module, path: str) -> nn.Module:
-    for part in path.split(".") if path else []:
-        module = getattr(module, part)
-    return module
-
-
 @dataclass
 class DenseModel:
     """A dense model on disk. `name` is what the user asked for, `folder` where its safetensors lie."""
@@ -132,11 +126,6 @@ class DenseModel:
     @property
     def model_type(self) -> str:
         return str(self.config.get("model_type", "unknown"))
-
-    @property
-    def tied(self) -> bool:
-        """Whether lm_head shares the embedding's weight (and is therefore not in the files)."""
-        return "lm_head.weight" not in self.reader
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The transformers model with parameters on the meta device and its buffers (rotary tables) real."""
@@ -158,13 +147,13 @@ class DenseModel:
         self, model: nn.Module, path: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         """Reads every parameter below `path` of the skeleton from the shards, and moves its buffers too."""
-        module = _resolve(model, path)
+        module = model.get_submodule(path)
         prefix = f"{path}." if path else ""
         shared: dict[int, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if parameter.device.type != "meta":
                 continue
-            owner = _resolve(module, name.rpartition(".")[0])
+            owner = module.get_submodule(name.rpartition(".")[0])
             leaf = name.rpartition(".")[2]
             full = prefix + name
             if id(parameter) not in shared:
@@ -177,7 +166,7 @@ class DenseModel:
                 shared[id(parameter)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
             owner._parameters[leaf] = shared[id(parameter)]
         for name, buffer in list(module.named_buffers()):
-            _resolve(module, name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(device)
+            module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(device)
 
     def _stored_name(self, model: nn.Module, name: str) -> str:
         if name not in self.reader and name == "lm_head.weight":
@@ -197,13 +186,13 @@ class DenseModel:
 
     def block_paths(self, model: nn.Module) -> list[str]:
         """Module paths of the decoder blocks, in order."""
-        blocks = _resolve(model, self.architecture.blocks)
+        blocks = model.get_submodule(self.architecture.blocks)
         return [f"{self.architecture.blocks}.{index}" for index in range(len(list(blocks.children())))]
 
 
 def release(model: nn.Module, path: str) -> None:
     """Puts the parameters below `path` back on the meta device, which frees their memory."""
-    module = _resolve(model, path)
+    module = model.get_submodule(path)
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
             if parameter is not None:

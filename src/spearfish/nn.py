@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from spearfish.errors import ShapeError
+from spearfish.errors import ShapeError, SpearfishError
 from spearfish.kernels.matmul import matmul, prepare
 from spearfish.kernels.prepare import PreparedWeight, from_stream
 from spearfish.scheme import QuantWeight
 
 _preparing = threading.Lock()  # of the module: a lock in each layer could be neither copied nor saved
-_FIELDS = ("codes", "scales", "positions", "zeros", "group_index")
 
 
 class QuantLinear(nn.Module):
@@ -108,9 +107,9 @@ class QuantLinear(nn.Module):
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        found = {name: state_dict[prefix + name] for name in _FIELDS if prefix + name in state_dict}
-        rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in found}
         wanted = self.weight.tensors()
+        found = {name: state_dict[prefix + name] for name in wanted if prefix + name in state_dict}
+        rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in found}
         missing, errors = args[2], args[4]
         missing.extend(prefix + name for name in wanted if name not in found)
         if found.keys() == wanted.keys():
@@ -118,7 +117,11 @@ class QuantLinear(nn.Module):
             if all(tuple(tensor.shape) == shapes[name] for name, tensor in found.items()):
                 device = self.weight.device
                 loaded = QuantWeight(self.scheme, **{name: t.to(device) for name, t in found.items()})
-                self._neutral, self._prepared = loaded, None
+                try:
+                    loaded.check(prefix.removesuffix("."))
+                    self._neutral, self._prepared = loaded, None
+                except SpearfishError as error:
+                    errors.append(str(error))
             else:
                 errors.append(f"{prefix}: the shapes of {sorted(found)} do not fit this layer's {shapes}")
         super()._load_from_state_dict(rest, prefix, *args)

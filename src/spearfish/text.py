@@ -158,6 +158,10 @@ def cut_windows(tokenizer: Any, documents: list[str], length: int) -> torch.Tens
         ids.extend(encoded)
         ids.extend(between)
     body = length - len(prefix)
+    if body < 1:
+        raise SpearfishError(
+            f"windows of {length} tokens have no room behind the {len(prefix)} of the tokenizer; take longer ones"
+        )
     count = len(ids) // body
     tokens = torch.tensor(ids[: count * body], dtype=torch.int64).reshape(count, body)
     if prefix:

@@ -74,6 +74,7 @@ def test_a_problem_without_its_weight_is_that_of_the_weight(word: str, dtype: st
 def test_groups_that_no_kernel_takes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="groups of 48"):
         problem_for(Point(96, 64, 1, "fp16", parse_scheme("int4-g48")))
+    assert problem_for(Point(48, 64, 1, "fp16", parse_scheme("int4-g48"))).granules == 0  # one group: per column
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])

@@ -242,6 +242,17 @@ def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "built for CUDA 13.0, but finds no usable GPU or driver" in diagnosis.examine()["GPU"]["none"]
 
 
+def test_doctor_compiles_for_a_gpu_that_is_in_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from spearfish.kernels import jit
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(jit, "architecture", lambda device: "sm_121")
+    broken: list[str] = []
+    assert diagnosis.compiler(broken).startswith("works: one kernel for sm_121") and not broken
+
+
 def test_doctor_without_the_cuda_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from spearfish.kernels import jit
 

@@ -170,9 +170,7 @@ def test_a_folder_that_must_not_be_replaced_is_refused_before_any_work(place: Pa
 
     def refuse(wanted: str, out: Path) -> None:
         with pytest.raises(SpearfishError, match=wanted):
-            compress(
-                place / "dense", out, recipe(place), overwrite=True, progress=lambda *said: stages.append(said[0])
-            )
+            compress(place / "dense", out, recipe(place), overwrite=True, progress=lambda *said: stages.append(said[0]))
         assert not out.with_name(f"{out.name}.work").exists()
 
     refuse("must not be the source folder", place / "dense")

@@ -16,7 +16,7 @@ from torch import nn
 import tiny
 from spearfish import sparse24
 from spearfish.checkpoint import open_checkpoint
-from spearfish.checkpoint.reader import LAYER_FORMATS
+from spearfish.checkpoint.reader import layer_format
 from spearfish.compress import Recipe, Report, compress, reconstruct
 from spearfish.compress.hessian import Hessian
 from spearfish.compress.reconstruct import split
@@ -347,8 +347,7 @@ def test_what_a_format_holds_pruned_it_holds_dense(form: str) -> None:
             )
             if not FORMATS[form].refusals(pruned):
                 held += 1
-                dense_form = LAYER_FORMATS.get(form, (form,))[-1]
-                assert not FORMATS[dense_form].refusals(dense), (n, k, bits, group)
+                assert not FORMATS[layer_format(form, False)].refusals(dense), (n, k, bits, group)
     assert held or form in ("dense", "ct-sparse-24-bitmask", "ct-sparse-bitmask", "marlin")
 
 

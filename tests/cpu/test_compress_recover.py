@@ -98,24 +98,6 @@ def test_as_many_tokens_as_memory_holds() -> None:
     assert tokens_that_fit(16384, 512, 0, config) == 512
 
 
-def test_masks_that_move_end_as_masks(place: Path, tmp_path: Path) -> None:
-    """While masks may move, pruned places learn; afterwards two of four are kept again, and other ones than before."""
-    dense = load_dense(place / "dense")
-    tokens = cut_windows(dense.tokenizer(), read_text(str(place / "text.txt")), 32)
-    name = "model.layers.0.mlp.up_proj"
-    weights = {name: tiny.round_to_nearest(dense.whole().get_submodule(name).weight)}  # type: ignore[arg-type]
-    recovery = Recovery(dense, weights, Settings(steps=60, tokens=128, length=32, rate=0.2, masks=0.5), CPU, fast=False)
-    linear, before = recovery.layers[name], dequantize(weights[name]) != 0
-    recovery.run(tokens, tmp_path / "state", lambda *_: None)
-    assert linear.mask is not None and (linear.mask.reshape(-1, 4).sum(1) == 2).all()
-    assert (linear.codes[~linear.mask] == 0).all()
-    assert (linear.mask & ~before).any()
-    assert not sparse24.violations(dequantize(recovery.results()[0][name])).any()
-    again = Recovery(dense, weights, Settings(steps=60, tokens=128, length=32, masks=0.5), CPU, fast=False)
-    again.run(tokens, tmp_path / "state", lambda *_: None)
-    assert again.layers[name].mask is not None and torch.equal(again.layers[name].mask, linear.mask)
-
-
 def test_every_number_of_a_hidden_state_counts_by_its_usual_size(place: Path) -> None:
     """One that is a thousand times the others would own the distance."""
     dense = load_dense(place / "dense")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,24 @@ def test_predictions_that_are_not_finite_are_refused() -> None:
         evaluate(model, tokens, batch=2)
     with pytest.raises(SpearfishError, match="nothing to predict"):
         evaluate(model, tokens[:, :1])
+
+
+def test_windows_have_room_behind_a_tokenizer_s_own_beginning() -> None:
+    def tokenizer(texts: str | list[str], add_special_tokens: bool = True) -> SimpleNamespace:
+        first = [1] if add_special_tokens else []
+        ids = first + [5, 6, 7] * bool(texts)
+        return SimpleNamespace(input_ids=ids if isinstance(texts, str) else [[5, 6, 7] for _ in texts])
+
+    assert cut_windows(tokenizer, ["a", "b"], 3).tolist() == [
+        [1, 5, 6],
+        [1, 7, 5],
+        [1, 6, 7],
+        [1, 5, 6],
+        [1, 7, 5],
+        [1, 6, 7],
+    ]
+    with pytest.raises(SpearfishError, match="no room behind the 1"):
+        cut_windows(tokenizer, ["a"], 1)
 
 
 def test_windows_are_the_text_end_to_end(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_the_layer_survives_copying_casting_and_saving() -> None:
     assert torch.equal(fresh(x), layer(x))
     with pytest.raises(RuntimeError, match="codes"):
         fresh.load_state_dict({name: tensor for name, tensor in state.items() if name != "codes"})
+    symmetric = QuantLinear(random_weight(QuantScheme(4, 32), 24, 64), torch.zeros(24))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*zeros"):
+        symmetric.load_state_dict(state)
+    eight = QuantLinear(random_weight(QuantScheme(8, 32, symmetric=False), 24, 64), torch.zeros(24))
+    with pytest.raises(RuntimeError, match="codes"):  # of 8 bits: they have the shapes of 4
+        fresh.load_state_dict(eight.state_dict())
     assert "int4 2:4 g32 asymmetric" in repr(layer)
 
 

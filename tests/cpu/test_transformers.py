@@ -21,8 +21,9 @@ from transformers.quantizers import auto
 
 import spearfish
 import tiny
-from spearfish import reference, sparse24
+from spearfish import models, reference, sparse24
 from spearfish.checkpoint import CheckpointWriter, convert
+from spearfish.cli import compress as cli_compress
 from spearfish.errors import QuantizationError, UnsupportedError
 from spearfish.integrations import transformers as guest
 from spearfish.scheme import QuantScheme, QuantWeight
@@ -245,7 +246,9 @@ def test_hosts_without_us_fail_loudly(made: tuple[Path, nn.Module]) -> None:
     assert [line.split()[0] for line in lines[:-1]] == ["refused"] * len(folders)
 
 
-def test_a_config_that_lies_in_a_file_of_its_own(made: tuple[Path, nn.Module], tmp_path: Path) -> None:
+def test_a_config_that_lies_in_a_file_of_its_own(
+    made: tuple[Path, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AutoGPTQ wrote quantize_config.json alone; what is saved again carries the block in config.json."""
     folder = tmp_path / "m"
     shutil.copytree(made[0] / "gptq", folder)
@@ -256,6 +259,8 @@ def test_a_config_that_lies_in_a_file_of_its_own(made: tuple[Path, nn.Module], t
     (folder / "quantize_config.json").write_text(json.dumps(block))
     model = spearfish.load(folder, device="cpu")
     assert torch.equal(logits(model), logits(made[1]))
+    monkeypatch.setattr(models, "load_tokenizer", lambda folder: None)
+    assert torch.equal(logits(cli_compress._open(str(folder), "cpu")[0]), logits(made[1]))  # as evaluate does
     model.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == PLAIN_GPTQ
 

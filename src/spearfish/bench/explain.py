@@ -10,29 +10,14 @@ from spearfish.kernels.choose import choose
 from spearfish.kernels.config import CHIPS, Chip, Problem
 from spearfish.kernels.matmul import kernel_choice
 from spearfish.kernels.parts import PARTS
-from spearfish.kernels.prepare import TILE_K, kind_of
-from spearfish.scheme import QuantScheme
+from spearfish.kernels.prepare import granules_of, kind_of
 
 
 def problem_for(point: Point) -> Problem:
     """The kernels' problem of a point, without its weight. Raises UnsupportedError if no kernel takes the scheme."""
     scheme = point.scheme
-    size = scheme.group_size
-    if size is not None and size % 32:
-        raise UnsupportedError(f"groups of {size} are no multiple of 32: such a weight runs dense")
-    kind = kind_of(scheme)
-    return Problem(
-        kind, point.dtype == "bf16", point.m, point.n, point.k, _granules(scheme, point.k), not scheme.symmetric
-    )
-
-
-def _granules(scheme: QuantScheme, k: int) -> int:
-    """As `prepare` finds them from the weight: scale rows in a tile of 128 k."""
-    one_group = scheme.groups(k) == 1
-    if scheme.bits == 16 or (one_group and scheme.symmetric):
-        return 0
-    size = TILE_K if one_group or scheme.group_size is None else scheme.group_size
-    return next(granules for granules in (1, 2, 4) if size % (TILE_K // granules) == 0)
+    granules = granules_of(scheme, point.k)
+    return Problem(kind_of(scheme), point.dtype == "bf16", point.m, point.n, point.k, granules, not scheme.symmetric)
 
 
 def chip_named(arch: str) -> Chip:

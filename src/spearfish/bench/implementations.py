@@ -78,8 +78,6 @@ class Spearfish:
         self.name = "spearfish" + (f" {family}" if family else "") + ("" if rank is None else f" #{rank + 1}")
 
     def why_not(self, point: Point) -> str | None:
-        if self.family is not None and self.family not in {family.name for family in families()}:
-            return f"there is no kernel family {self.family}"
         if point.k % 8 and (self.family is not None or self.rank is not None):
             return "a kernel on its own takes multiples of 8 k; matmul pads x"
         return None

@@ -41,8 +41,8 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def draw_all(found: Sequence[Results], folder: Path, note: str = "", kinds: Sequence[str] = KINDS) -> list[Path]:
-    """Draw the plots of every file into `folder`/<gpu>/, with `note` at the head of each. Returns the paths."""
+def draw_all(found: Sequence[Results], folder: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """Draw the plots of every file into `folder`/<gpu>/. Returns the paths."""
     paths = []
     for results in found:
         here = [row for row in rows(results) if row.cublas is not None]
@@ -53,8 +53,6 @@ def draw_all(found: Sequence[Results], folder: Path, note: str = "", kinds: Sequ
         stem = f"{scheme_name(results.scheme)}-{results.dtype}"
         for name in kinds:
             figure = _DRAW[name](here, results)
-            if note:
-                figure.text(0.99, 0.99, note, ha="right", va="top", fontsize=8, color="#b00020")
             path = base / f"{stem}-{name}.png"
             _save(figure, path, _DPI[name])
             paths.append(path)

@@ -11,6 +11,7 @@ import torch
 
 from spearfish import reference, sparse24
 from spearfish.errors import UnsupportedError
+from spearfish.formats import transforms
 from spearfish.scheme import QuantScheme, QuantWeight
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -205,7 +206,7 @@ class Weights:
             return random_values(self.n, self.k, self.dtype, self.device, self.seed + 2)
         weight = torch.empty((self.n, self.k), dtype=self.dtype, device=self.device)
         for rows in row_chunks(self.n, self.k):
-            weight[rows] = reference.dequantize(take_rows(self.codes, rows), self.dtype)
+            weight[rows] = reference.dequantize(transforms.rows(self.codes, rows.start, rows.stop), self.dtype)
         return weight
 
     def exact(self, kind: str, rows: slice) -> torch.Tensor:
@@ -213,7 +214,7 @@ class Weights:
         weight = getattr(self, kind)
         if isinstance(weight, torch.Tensor):
             return weight[rows].double()
-        return reference.dequantize(take_rows(weight, rows), torch.float64)
+        return reference.dequantize(transforms.rows(weight, rows.start, rows.stop), torch.float64)
 
 
 def row_chunks(n: int, k: int) -> Iterator[slice]:
@@ -221,9 +222,3 @@ def row_chunks(n: int, k: int) -> Iterator[slice]:
     step = max(1, _CHUNK // max(1, k))
     for first in range(0, n, step):
         yield slice(first, min(n, first + step))
-
-
-def take_rows(weight: QuantWeight, rows: slice) -> QuantWeight:
-    """The rows of a weight as a weight."""
-    fields = {name: tensor if name == "group_index" else tensor[rows] for name, tensor in weight.tensors().items()}
-    return QuantWeight(weight.scheme, **fields)

@@ -35,6 +35,11 @@ ALMOST = 0.5
 _SAMPLE_BYTES = 1 << 20  # of a dense weight, read to see whether it may be 2:4
 
 
+def layer_format(format: str, is_sparse: bool) -> str:
+    """The format that a layer is written in, of a folder in `format`: in some, dense layers have one of their own."""
+    return format if is_sparse else LAYER_FORMATS.get(format, (format,))[-1]
+
+
 def is_embedding(tensor: str) -> bool:
     """Whether a full tensor name looks like an embedding table's."""
     return _EMBEDDING.search(tensor.removesuffix(".weight")) is not None

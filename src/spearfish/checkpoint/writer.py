@@ -22,7 +22,7 @@ from spearfish import __version__
 from spearfish.checkpoint.card import model_card, to_yaml
 from spearfish.checkpoint.config import FORMAT_VERSION, OUR_KEY
 from spearfish.checkpoint.lock import Lock
-from spearfish.checkpoint.reader import LAYER_FORMATS, is_embedding
+from spearfish.checkpoint.reader import is_embedding, layer_format
 from spearfish.checkpoint.safefile import is_inside, read_json
 from spearfish.errors import FormatError, SpearfishError, UnsupportedError
 from spearfish.formats import FORMATS, transforms
@@ -128,7 +128,7 @@ class CheckpointWriter:
 
     def add_weight(self, module: str, weight: QuantWeight) -> None:
         """Encode one layer. Raises UnsupportedError with every reason if the format cannot hold it."""
-        form = FORMATS[self._layer_format(weight)]
+        form = FORMATS[layer_format(self.format, weight.scheme.is_sparse)]
         stored = transforms.pad(weight, form.n_multiple, form.k_multiple) if self.pad else weight
         tensors = form.encode(stored, module)
         extensions = list(form.extensions(stored.n, stored.k, stored.scheme))
@@ -245,11 +245,6 @@ class CheckpointWriter:
                 ours["recipe"] = self.recipe
             config["quantization_config"] = {**block, OUR_KEY: ours}
         return config
-
-    def _layer_format(self, weight: QuantWeight) -> str:
-        if not weight.scheme.is_sparse and self.format in ("marlin_24", "ct-marlin-24"):
-            return LAYER_FORMATS[self.format][1]
-        return self.format
 
     def _tied(self) -> bool:
         text = self.config.get("text_config")

@@ -188,6 +188,8 @@ def evaluate(
 
     if questions < 0:
         raise SpearfishError(f"--questions counts them, got {questions}; 0 for none")
+    if windows < 1:
+        raise SpearfishError(f"--windows counts windows of text, at least 1; got {windows}")
     asked = make_questions(read_text(text), questions) if questions else []
     where = _device(device)
     model, tokenizer = _open(folder, where)
@@ -216,10 +218,10 @@ def _device(name: str) -> str:
 def _open(source: str, device: str) -> tuple[Any, Any]:
     """A quantised folder through the transformers integration, anything else as a dense model; and the tokenizer."""
     from spearfish import models
+    from spearfish.checkpoint import open_checkpoint
 
     folder = Path(source)
-    config = folder / "config.json"
-    if config.is_file() and any(key in config.read_text() for key in ("quantization_config", "compression_config")):
+    if folder.is_dir() and open_checkpoint(folder).format != "dense":
         from spearfish.integrations.transformers import load
 
         return load(folder, device=device), models.load_tokenizer(folder)

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +136,8 @@ def compiler(broken: list[str]) -> str:
         return f"not tried: {missing}"
     try:
         arch = jit.architecture(0) if torch.cuda.is_available() else "sm_90"
-        variant = choose.all_variants(arch)[0]
+        # The portable kernel's: also for architectures that are in no list, where it is compiled at first use.
+        variant = replace(choose.all_variants("sm_80")[0], arch=arch)
         start = time.perf_counter()
         jit.compile_variant(variant, use_cache=False)
     except SpearfishError as error:

@@ -1,4 +1,4 @@
-"""`spearfish generate`, `spearfish evaluate` and `spearfish doctor`."""
+"""`spearfish generate`, `spearfish serve` and `spearfish doctor`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def nearest_two(values: torch.Tensor) -> torch.Tensor:
     return (quads >= second[..., None]).reshape(values.shape)
 
 
-def admm_mask(target: torch.Tensor, h: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
-    """bool [n, k], the 2:4 mask of target [n, k] under the damped H [k, k]; `steps` at each level of the penalty.
+def admm_mask(target: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """bool [n, k], the 2:4 mask of target [n, k] under the damped H [k, k].
 
     Minimises ‖(t - v) X‖² subject to v = d, d being 2:4. Inputs are first scaled so that H has a unit diagonal, which
     makes |v| comparable between columns.
@@ -43,7 +43,7 @@ def admm_mask(target: torch.Tensor, h: torch.Tensor, steps: int = STEPS) -> torc
         loaded = scaled.clone()
         loaded.diagonal().add_(penalty)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(loaded))
-        for _ in range(steps):
+        for _ in range(STEPS):
             v = (ht + penalty * d - dual) @ inverse
             wanted = v + dual / penalty
             d = wanted * nearest_two(wanted)

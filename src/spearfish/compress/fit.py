@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spearfish.checkpoint.reader import LAYER_FORMATS
+from spearfish.checkpoint.reader import layer_format
 from spearfish.compress.methods import METHODS
 from spearfish.compress.recipe import Recipe, matches
 from spearfish.compress.solve import present
@@ -32,8 +32,7 @@ def refuse_unfit(walker: Walker, recipe: Recipe, format: str) -> None:
                 continue
             sparse = METHODS[recipe.method].prunes and not matches(full, recipe.dense_layers)
             weight = _without_values(recipe.scheme(sparse), linear.out_features, linear.in_features)
-            dense_form = LAYER_FORMATS.get(format, (format,))[-1]
-            reasons = FORMATS[format if weight.scheme.is_sparse else dense_form].refusals(weight)
+            reasons = FORMATS[layer_format(format, weight.scheme.is_sparse)].refusals(weight)
             failed += [f"  {full}: {'; '.join(reasons)}"] if reasons else []
     if failed:
         more = [f"  ... and {len(failed) - SHOWN} more"] if len(failed) > SHOWN else []

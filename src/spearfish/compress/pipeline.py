@@ -150,7 +150,12 @@ def compress(
 
         progress("writing", 0, 1, str(out))
         with checkpoint.CheckpointWriter(
-            target, source=dense.folder, config=dense.config, format=format, recipe=recipe.to_dict(), overwrite=overwrite
+            target,
+            source=dense.folder,
+            config=dense.config,
+            format=format,
+            recipe=recipe.to_dict(),
+            overwrite=overwrite,
         ) as writer:
             packed: set[str] = set()
             for index in range(len(walker.paths)):

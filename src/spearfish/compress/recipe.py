@@ -66,8 +66,11 @@ class Recipe:
                 f"calibration needs at least one window of two tokens, got num_samples {self.num_samples} and seq_len"
                 f" {self.seq_len}"
             )
-        if self.recover < 0 or self.damping <= 0:
-            raise SpearfishError(f"recover {self.recover} and damping {self.damping} must not be negative or zero")
+        if self.recover < 0 or (self.recover_steps or 0) < 0 or self.damping <= 0:
+            raise SpearfishError(
+                f"recover and recover_steps must not be negative, and damping must be positive; got {self.recover},"
+                f" {self.recover_steps} and {self.damping}"
+            )
         if self.catch_up is not None and not 0 <= self.catch_up <= 1:
             raise SpearfishError(f"catch_up is a share from 0 to 1, got {self.catch_up}")
         if self.reconstruct < 0 or not 0 <= self.budget < 1:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spearfish.compress.recover import GridLinear, distance, even, fused, rate_at, set_rates
+from spearfish.compress.recover import GridLinear, distance, even, fused, optimiser_of, rate_at, set_rates
 from spearfish.compress.replay import Repeated
 from spearfish.compress.walk import Walker, first_of
 from spearfish.errors import SpearfishError
@@ -130,17 +130,7 @@ def _train(
     """layers: those of the blocks that learn. training: the windows to learn from."""
     device = walker.device
     groups = (([layer.codes for layer in layers], settings.rate), ([x.log_scales for x in layers], settings.scale_rate))
-    gpu = device.type == "cuda"
-    optimiser = torch.optim.AdamW(
-        [
-            {"params": params, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0}
-            for params, rate in groups
-        ],
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        fused=True,
-        capturable=gpu,
-    )
+    optimiser = optimiser_of(groups, device)
     per_step = min(max(1, settings.tokens // hidden.shape[1]), len(training))
     generator = torch.Generator().manual_seed(settings.seed + indices[0])
     order = torch.empty(0, dtype=torch.int64)
@@ -181,7 +171,8 @@ def _train(
     for step, value in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(value):
             raise SpearfishError(
-                f"{walker.paths[indices[0]]}: the loss is {value} in step {step} of its reconstruction"
+                f"{walker.paths[indices[0]]}: the loss is {value} in step {step} of its reconstruction; do without"
+                " (--reconstruct 0), or with another seed"
             )
 
 

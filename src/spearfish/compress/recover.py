@@ -37,7 +37,6 @@ LOGITS_AT_ONCE = 256
 LOGITS_AT_ONCE_GPU = 4096
 CACHES = ("cache", "past_key_values")  # its name in newer and older releases of transformers
 SYNC_EVERY = 8  # steps between two looks at the loss on a GPU, which otherwise waits for the processor each time
-REMASK_EVERY = 10  # steps
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class Settings:
     features: weight of the distance between the blocks' outputs beside that between the predictions; at the end of the
     budget `features_end` of it, on a straight line.
     table: the embedding and what predicts words learn too, by that share of their mean size a step; 0: they do not.
-    masks: share of the budget during which masks may still move: places that are pruned learn too, held back by
-    `decay` a step, and take the place of a kept one that they have outgrown.
     evenly: in the blocks' outputs each number counts by how far it is off for its usual size; else a few large ones own
     the distance (in most of SmolLM2's blocks, five of 576 make more than half of a state's squared length).
     """
@@ -66,8 +63,6 @@ class Settings:
     features: float = 1.0
     features_end: float = 1.0
     table: float = 0.0
-    masks: float = 0.0
-    decay: float = 0.01
     evenly: bool = False
     seed: int = 0
     save_every: float = 180.0
@@ -149,7 +144,6 @@ class _OnGrid(torch.autograd.Function):
         codes: torch.Tensor,
         scales: torch.Tensor,
         mask: torch.Tensor | None,
-        free: torch.Tensor,
         share: torch.Tensor,
         low: int,
         high: int,
@@ -157,23 +151,21 @@ class _OnGrid(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         values = torch.lerp(codes, codes.round().clamp_(low, high), share).to(dtype)
-        if mask is not None:  # while masks may move, the pruned places hold something
-            values = values * mask
         wide = scales.to(dtype).repeat_interleave(size, dim=1)[:, : codes.shape[1]]
-        ctx.save_for_backward(values, wide, mask, free)
+        ctx.save_for_backward(values, wide, mask)
         ctx.size, ctx.groups = size, scales.shape[1]
         return values * wide
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        values, wide, mask, free = ctx.saved_tensors
+        values, wide, mask = ctx.saved_tensors
         by_code = gradient * wide
-        if mask is not None:
-            by_code *= mask | free
+        if mask is not None:  # what is pruned begins as 0 and stays so
+            by_code *= mask
         n, k = values.shape
         by_scale = F.pad(gradient * values, (0, ctx.groups * ctx.size - k)).view(n, ctx.groups, ctx.size)
-        return by_code.float(), by_scale.float().sum(-1), None, None, None, None, None, None, None
+        return by_code.float(), by_scale.float().sum(-1), None, None, None, None, None, None
 
 
 class GridLinear(nn.Module):
@@ -198,27 +190,8 @@ class GridLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
         self.scheme = scheme
         self.dtype = dtype
-        # Tensors: a recorded step reads them anew each time, and nothing is compiled anew when they change.
+        # A tensor: a recorded step reads it anew each time, and nothing is compiled anew when it changes.
         self.share = torch.zeros((), device=device)
-        self.free = torch.zeros((), device=device, dtype=torch.bool)  # whether pruned places learn too
-
-    @torch.no_grad()
-    def remask(self) -> None:
-        """The two largest codes of every quad are the kept ones from now on."""
-        if self.mask is not None:
-            self.mask.copy_(sparse24.magnitude_mask(self.codes.abs()))
-
-    @torch.no_grad()
-    def hold_back(self, decay: float) -> None:
-        """Draws pruned places towards zero: only those that the loss pulls all the time get away."""
-        if self.mask is not None:
-            self.codes.mul_(torch.where(self.mask, 1.0, 1.0 - decay))
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Ends the time in which the mask may move."""
-        if self.mask is not None:
-            self.codes.mul_(self.mask)
 
     @property
     def group(self) -> int:
@@ -228,7 +201,7 @@ class GridLinear(nn.Module):
         """[n, k] in the compute dtype."""
         low, high = grid.code_range(self.scheme)
         out: torch.Tensor = _OnGrid.apply(  # type: ignore[no-untyped-call]
-            self.codes, self.log_scales.exp(), self.mask, self.free, self.share, low, high, self.group, self.dtype
+            self.codes, self.log_scales.exp(), self.mask, self.share, low, high, self.group, self.dtype
         )
         return out
 
@@ -357,6 +330,15 @@ def rate_at(fraction: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - warmup) / (1 - warmup))))
 
 
+def optimiser_of(groups: Iterable[tuple[list[nn.Parameter], float]], device: torch.device) -> torch.optim.AdamW:
+    """For groups of parameters, each with its own full rate; `set_rates` sets the share of it that holds."""
+    gpu = device.type == "cuda"
+    each = [
+        {"params": some, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0} for some, rate in groups
+    ]
+    return torch.optim.AdamW(each, betas=(0.9, 0.95), weight_decay=0.0, fused=True, capturable=gpu)
+
+
 def set_rates(optimiser: torch.optim.Optimizer, share: float) -> None:
     """Gives each group of parameters that share of its own full rate, in place where the rate is a tensor."""
     for group in optimiser.param_groups:
@@ -443,33 +425,21 @@ class Recovery:
         self.watched = [_Watched(model, paths) for model in (self.teacher, self.student)]
         codes = [layer.codes for layer in self.layers.values()]
         scales = [layer.log_scales for layer in self.layers.values()]
-        gpu = device.type == "cuda"
         groups = [
             (codes, settings.rate),
             (scales, settings.gain_rate),
             (list(self.gains.values()), settings.gain_rate),
             *(([table.exact], settings.table * table.size) for table in self.tables.values()),
         ]
-        self.optimiser = torch.optim.AdamW(
-            [
-                {"params": params, "share": rate, "lr": torch.zeros((), device=device) if gpu else 0.0}
-                for params, rate in groups
-            ],
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=True,
-            capturable=gpu,
-        )
+        self.optimiser = optimiser_of(groups, device)
         # What a recorded step reads anew each time; these are one for all layers and groups.
         self.share = torch.zeros((), device=device)
         self.features = torch.zeros((), device=device)
-        self.free = torch.zeros((), device=device, dtype=torch.bool)
         for layer in self.layers.values():
-            layer.share, layer.free = self.share, self.free
+            layer.share = self.share
         self.even: list[torch.Tensor] = []  # by block, for each number of a hidden state: one over its usual size
         self.tokens = torch.empty(0)
         self.one: Repeated | None = None
-        self.moved = False  # whether masks have moved since they were settled
         self.step = 0
         self.elapsed = 0.0
         self.started = 0.0  # seconds until a GPU had compiled everything
@@ -520,8 +490,6 @@ class Recovery:
                 self._save(state_file)
                 last_save = time.perf_counter()
         self._note(pending)
-        for layer in self.layers.values():
-            layer.settle()
         if state_file is not None:
             self._save(state_file)
 
@@ -529,7 +497,10 @@ class Recovery:
         """Moves losses from the device into `losses`, which waits until they are there, and looks at them."""
         for number, loss in enumerate(torch.stack(pending).tolist() if pending else [], self.step - len(pending)):
             if not math.isfinite(loss):
-                raise SpearfishError(f"recovery: the loss is {loss} in step {number}; lower the learning rate")
+                raise SpearfishError(
+                    f"recovery: the loss is {loss} in step {number}. The finished blocks are kept: the same command"
+                    " without --recover writes them"
+                )
             self.losses.append(loss)
         pending.clear()
 
@@ -548,24 +519,13 @@ class Recovery:
     def _one(self, tokens: torch.Tensor, fraction: float) -> torch.Tensor:
         settings = self.settings
         self.share.fill_(1.0 if settings.rounded <= 0 else min(1.0, fraction / settings.rounded))
-        free = fraction < settings.masks
-        self.free.fill_(free)
-        if self.moved and not free:
-            for layer in self.layers.values():
-                layer.settle()
-        self.moved = free
         self.features.fill_(settings.features * (1 + (settings.features_end - 1) * fraction))
         set_rates(self.optimiser, rate_at(fraction, settings.warmup))
         if self.tokens.shape != tokens.shape or self.one is None:
             self.tokens = tokens.to(self.device)
             self.one = Repeated(self._learn, self.device)
         self.tokens.copy_(tokens)
-        loss = self.one().clone()
-        if free and self.step % REMASK_EVERY == REMASK_EVERY - 1:
-            for layer in self.layers.values():
-                layer.hold_back(1 - (1 - settings.decay) ** REMASK_EVERY)
-                layer.remask()
-        return loss
+        return self.one().clone()
 
     def _learn(self) -> torch.Tensor:
         """One step on `self.tokens`: the mean divergence, still on the device."""
@@ -623,10 +583,6 @@ class Recovery:
             tensors[name] = parameter.detach()
             for part, value in self.optimiser.state[parameter].items():
                 tensors[f"{name}:{part}"] = value
-        if self.settings.masks:
-            for name, layer in self.layers.items():
-                if layer.mask is not None:
-                    tensors[f"{name}.mask"] = layer.mask
         facts = {"step": self.step, "elapsed": self.elapsed, "started": self.started, "losses": self.losses}
         save_atomically(tensors, file, facts)
 
@@ -639,8 +595,5 @@ class Recovery:
             }
         for table in self.tables.values():
             table.give()
-        for name, layer in self.layers.items():
-            if f"{name}.mask" in tensors:
-                layer.mask = tensors[f"{name}.mask"].to(self.device)
         self.step, self.elapsed, self.losses = facts["step"], facts["elapsed"], list(facts["losses"])
         self.started = facts.get("started", 0.0)

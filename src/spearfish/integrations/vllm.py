@@ -135,7 +135,9 @@ def _local(name: str, revision: str | None = None, download: bool = False) -> Pa
     patterns = ["*.safetensors", "*.json"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=not download))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if download:
+            logger.warning("spearfish: %s cannot be fetched: %s", name, error)
         return None
 
 

@@ -4,7 +4,7 @@ of them one after the other."""
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module, util
+from importlib import import_module
 from typing import Any
 
 from spearfish.errors import UnsupportedError
@@ -18,9 +18,8 @@ FAMILY_MODULES = ("hopper", "portable", "unpack")
 
 @lru_cache(maxsize=1)
 def families() -> tuple[Family, ...]:
-    """All families that are there."""
-    names = (f"spearfish.kernels.{name}" for name in FAMILY_MODULES)
-    return tuple(import_module(name).FAMILY for name in names if util.find_spec(name) is not None)
+    """All families."""
+    return tuple(import_module(f"spearfish.kernels.{name}").FAMILY for name in FAMILY_MODULES)
 
 
 def all_variants(arch: str) -> list[Variant]:
@@ -31,7 +30,10 @@ def all_variants(arch: str) -> list[Variant]:
     base = arch.rstrip("af")
     found = [variant for name in (base, f"{base}a") for family in families() for variant in family.variants(name)]
     if not found:
-        raise UnsupportedError(f"no kernel is made for {arch!r}; architectures: {', '.join(ARCHITECTURES)}")
+        raise UnsupportedError(
+            f"no kernel is made ahead for {arch!r}, a GPU compiles what it needs at first use; architectures:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
     return found
 
 

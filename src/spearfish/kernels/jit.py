@@ -356,14 +356,6 @@ class Function:
             _check((*_driver().cuFuncSetAttribute(self.handle, attribute, dynamic), None), what)
             self._dynamic_shared = dynamic
 
-    def blocks_per_multiprocessor(self, threads: int, dynamic_shared: int) -> int:
-        """Blocks of that size that fit on one multiprocessor at a time."""
-        self.allow_shared(dynamic_shared)
-        with torch.cuda.device(self.device):
-            _make_current(self.device)
-            found = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(self.handle, threads, dynamic_shared)
-            return int(_check(found, f"occupancy of {self.variant}"))
-
     def launcher(
         self,
         grid: tuple[int, int, int],

@@ -146,7 +146,7 @@ def why_no_stream(weight: QuantWeight, dtype: torch.dtype) -> str | None:
         return f"the weight [{weight.n}, {weight.k}] is empty"
     if scheme.bits == 16:
         return _overflow(weight.codes, dtype, "values")
-    if _per_column(weight):
+    if weight.groups == 1:
         return None if scheme.symmetric else _overflow(weight.scales, dtype, "scales")
     size = scheme.group_size or weight.k
     if size % 32:
@@ -166,16 +166,16 @@ def _overflow(tensor: torch.Tensor | None, dtype: torch.dtype, what: str) -> str
     return None
 
 
-def _per_column(weight: QuantWeight) -> bool:
-    return weight.scales is not None and weight.groups == 1
-
-
-def _granules(weight: QuantWeight) -> int:
-    """Scale rows in a tile: 1, 2 or 4, the fewest that every group border falls between; 0 for a scale per column."""
-    if weight.scales is None or (_per_column(weight) and weight.zeros is None):
+def granules_of(scheme: QuantScheme, k: int) -> int:
+    """Scale rows in a tile of a weight [n, k]: 1, 2 or 4, the fewest that every group border falls between; 0 for a
+    scale per column. Raises UnsupportedError where groups end inside 32 k."""
+    one_group = scheme.groups(k) == 1
+    if scheme.bits == 16 or (one_group and scheme.symmetric):
         return 0
-    size = TILE_K if _per_column(weight) or weight.scheme.group_size is None else weight.scheme.group_size
-    return next(g for g in (1, 2, 4) if size % (TILE_K // g) == 0)
+    size = TILE_K if one_group or scheme.group_size is None else scheme.group_size
+    if size % 32:
+        raise UnsupportedError(f"groups of {size} are no multiple of 32: such a weight runs dense")
+    return next(granules for granules in (1, 2, 4) if size % (TILE_K // granules) == 0)
 
 
 def to_stream(
@@ -187,7 +187,7 @@ def to_stream(
     if reason:
         raise UnsupportedError(f"no tile stream for {weight.scheme} [{weight.n}, {weight.k}]: {reason}")
     device = torch.device(device)
-    kind, granules, has_zeros = kind_of(weight.scheme), _granules(weight), weight.zeros is not None
+    kind, granules, has_zeros = kind_of(weight.scheme), granules_of(weight.scheme, weight.k), weight.zeros is not None
     n_tiles, k_tiles = -(-weight.n // TILE_N), -(-weight.k // TILE_K)
     stream = torch.empty((n_tiles, k_tiles, tile_bytes(kind, granules, has_zeros)), dtype=torch.uint8, device=device)
     # A few n tiles at a time: the maps below need several copies of what they work on.
