@@ -192,7 +192,8 @@ def main() -> None:
                 suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
                 suffix += f"-recover{options.recover}" if recipe.recover else ""
                 label = f"{name}-{method}-w{options.bits}-g{group or 'column'}-s{seed}{suffix}"
-                (options.results / f"{label}.json").write_text(json.dumps(facts, indent=1) + "\n")
+                lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in facts.items())
+                (options.results / f"{label}.json").write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":
