@@ -1,6 +1,6 @@
 """How much a small real model loses: perplexity on held-out prose, per method, group size and calibration seed.
 
-    python benchmarks/accuracy.py --methods sparsegpt,admm --groups 128 --seeds 0,1,2
+    python benchmarks/accuracy.py --windows 96 --methods sparsegpt,admm --groups 128 --seeds 0,1,2
     python benchmarks/accuracy.py --methods admm --groups 64 --recover 7m
     python benchmarks/accuracy.py --methods joint --reconstruct 60 --budget 0.25
     python benchmarks/accuracy.py --methods rtn,gptq,sparsegpt,joint --samples 8 --windows 8   # smallest useful form
@@ -35,6 +35,7 @@ import torch
 import spearfish
 from spearfish.checkpoint import open_checkpoint
 from spearfish.compress import Recipe, compress
+from spearfish.compress.methods import METHODS
 from spearfish.compress.recipe import seconds
 from spearfish.compress.walk import bfloat16_is_faster
 from spearfish.evaluate import Quality, evaluate
@@ -104,6 +105,30 @@ def with_weights_of(dense: DenseModel, folder: Path, device: str) -> torch.nn.Mo
     return model
 
 
+def name_of(model: str, recipe: Recipe, recover: str) -> str:
+    """A result file's name, without its end. recover: as it was asked for."""
+    name = f"{model}-{recipe.method}-w{recipe.bits}-g{recipe.group_size or 'column'}-s{recipe.seed}"
+    name += f"-windows{recipe.num_samples}" if recipe.num_samples != Recipe.num_samples else ""
+    name += f"-catchup{recipe.catch_up:g}" if recipe.catch_up else ""
+    name += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
+    name += f"-together{recipe.together}" if recipe.together > 1 else ""
+    name += f"-budget{recipe.budget:g}" if recipe.budget else ""
+    return name + (f"-recover{recover}" if recipe.recover else "")
+
+
+def refuse_another(path: Path, recipe: Recipe, tokens: torch.Tensor, device: str) -> None:
+    """A result is only replaced by one of the same recipe that was judged on the same text, on the same kind of
+    device."""
+    if not path.exists():
+        return
+    there = json.loads(path.read_text())
+    wanted = json.loads(json.dumps(recipe.to_dict()))
+    same = all(wanted[key] == value for key, value in there["recipe"].items() if key in wanted)
+    judged = (there["quality"]["windows"], there["quality"]["length"]) == tuple(tokens.shape)
+    if not (same and judged and (there["device"] == "cpu") == (device == "cpu")):
+        raise SystemExit(f"{path} holds another measurement; give another folder with --results")
+
+
 UNITS = ("kept_dense", "dense_by_recipe", "pruned")  # every layer with its errors: too long for a results file
 
 
@@ -146,8 +171,11 @@ def main() -> None:
                     bits=options.bits, group_size=group or None, method=method, num_samples=options.samples, seed=seed,
                     calibration=options.calibration, recover=seconds(options.recover),
                     recover_text=options.recover_text, reconstruct=options.reconstruct, together=options.together,
-                    budget=options.budget, catch_up=options.catch_up,
+                    budget=options.budget,
+                    catch_up=METHODS[method].catch_up if options.catch_up is None else options.catch_up,
                 )  # fmt: skip
+                path = options.results / f"{name_of(name, recipe, options.recover)}.json"
+                refuse_another(path, recipe, tokens, options.device)
                 begin = time.process_time()
                 with tempfile.TemporaryDirectory() as folder:
                     report = compress(dense, Path(folder) / "out", recipe, device=options.device)
@@ -184,16 +212,8 @@ def main() -> None:
                     "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device,
                     "memory_peak": report.memory_peak,
                 }
-                caught = report.recipe["catch_up"]
-                suffix = f"-windows{recipe.num_samples}" if recipe.num_samples != Recipe.num_samples else ""
-                suffix += f"-catchup{caught:g}" if caught else ""
-                suffix += f"-reconstruct{recipe.reconstruct}" if recipe.reconstruct else ""
-                suffix += f"-together{recipe.together}" if recipe.together > 1 else ""
-                suffix += f"-budget{recipe.budget:g}" if recipe.budget else ""
-                suffix += f"-recover{options.recover}" if recipe.recover else ""
-                label = f"{name}-{method}-w{options.bits}-g{group or 'column'}-s{seed}{suffix}"
                 lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in facts.items())
-                (options.results / f"{label}.json").write_text(f"{{\n{lines}\n}}\n")
+                path.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

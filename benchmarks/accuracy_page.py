@@ -30,9 +30,15 @@ def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
             # A model from a GGUF file lies in a folder whose name ends with the file's hash.
             found.setdefault(re.sub("-[0-9a-f]{16}$", "", facts["model"]), []).append(facts)
     for model, results in found.items():
-        most = max(facts["quality"]["windows"] for facts in results)
-        found[model] = [facts for facts in results if facts["quality"]["windows"] == most]
+        most = judged_on(max(results, key=lambda facts: int(facts["quality"]["windows"])))
+        found[model] = [facts for facts in results if judged_on(facts) == most]
     return found
+
+
+def judged_on(facts: dict[str, Any]) -> tuple[int, int, str]:
+    """The held-out text of a result: windows, their length, hash."""
+    quality = facts["quality"]
+    return quality["windows"], quality["length"], quality["sha256"]
 
 
 def caption(model: str, results: list[dict[str, Any]]) -> str:
@@ -48,7 +54,7 @@ def caption(model: str, results: list[dict[str, Any]]) -> str:
 
 def label(recipe: dict[str, Any]) -> str:
     """What was done, in the words of the command line."""
-    words = [recipe["method"]]
+    words = [recipe["method"], *([f"--bits {recipe['bits']}"] if recipe["bits"] != 4 else [])]
     if recipe["group_size"] != 128:
         words.append(f"--group-size {recipe['group_size']}")
     options = ("catch_up", "budget", "reconstruct")

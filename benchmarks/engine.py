@@ -41,6 +41,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import engine_page
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "engine"
 LOAD_FORMAT = "random-24"
@@ -532,7 +534,7 @@ def summary(events: Sequence[tuple[str, float, float]], steps: int) -> dict[str,
 
 def is_ours(name: str) -> bool:
     """Our entries have no mangled names."""
-    return name.split("(")[0] in ("hopper", "hopper_decode", "hopper_wide", "portable", "unpack_tiles")
+    return name.split("(")[0] in engine_page.OUR_KERNELS
 
 
 def short_name(name: str) -> str:
@@ -577,6 +579,7 @@ def adders(model: Any) -> list[str]:
 
 def kernels_of(model: Any, tokens: Sequence[int]) -> dict[str, Any]:
     """What runs the linears: for ours the configuration at every number of tokens."""
+    import torch
     from vllm.model_executor.layers.linear import LinearBase
 
     from spearfish.integrations.vllm import FileLinearMethod
@@ -591,14 +594,18 @@ def kernels_of(model: Any, tokens: Sequence[int]) -> dict[str, Any]:
         method = module.quant_method
         if isinstance(method, FileLinearMethod):
             for piece in method.pieces or ():
-                if piece.facts is None or str(piece.facts) in found:
+                if piece.facts is None:
                     continue
                 kind, n, k, *rest = piece.facts
+                name = f"{kind} k {k} n {n}"
+                if name in found:
+                    continue
                 configs = {}
                 for m in tokens:
-                    family, config = choose(Problem(kind, False, m, n, k, *rest), chip_of(0), kernel_choice())
+                    problem = Problem(kind, module.params_dtype == torch.bfloat16, m, n, k, *rest)
+                    family, config = choose(problem, chip_of(0), kernel_choice())
                     configs[str(m)] = f"{family.name}: {config}"
-                found[f"{kind} k {k} n {n}"] = configs
+                found[name] = configs
         else:
             kernel = getattr(getattr(module, "scheme", None), "kernel", None)
             name = type(method if kernel is None else kernel).__name__
@@ -926,8 +933,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def page(options: argparse.Namespace) -> int:
-    import engine_page
-
     engine_page.write(options.results, ROOT / "docs")
     return 0
 

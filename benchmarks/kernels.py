@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
     if options.only:
         ones = select(ones, options.only.split(","))
     if options.what == "costs":
+        if options.jobs or options.budget or options.resume or options.sustained:
+            raise SystemExit("error: costs takes --m, --only, --results, --commit and --peer-lib alone")
         costs(options, device, ones, libraries)
         return
     for job in (job for job in JOBS if job.name in wanted):

@@ -99,11 +99,14 @@ def main() -> None:
     source, out = options.folder / "dense", options.folder / "compressed"
     if not source.exists():
         # In a process of its own, so that its memory does not count.
-        maker = multiprocessing.get_context("spawn").Process(target=build, args=(source, options.blocks))
+        unfinished = options.folder / "dense.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        maker = multiprocessing.get_context("spawn").Process(target=build, args=(unfinished, options.blocks))
         maker.start()
         maker.join()
         if maker.exitcode:
             raise SystemExit(f"the model was not built: exit code {maker.exitcode}")
+        unfinished.rename(source)
     notes = options.folder / "stages.json"
     stages: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}
     doing, began = "before", time.process_time()
@@ -118,10 +121,10 @@ def main() -> None:
 
     recipe = Recipe(method=options.method, num_samples=options.samples)
     report = compress(source, out, recipe, progress=progress)
-    shutil.rmtree(options.folder)
     blocks = [stages[f"block {index}"] for index in range(options.blocks)]
     times = [block["cpu_seconds"] for block in blocks]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout or "unknown"
     facts: dict[str, Any] = {
         "geometry": "Llama-2-7B blocks, random weights in bfloat16",
         "hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,

@@ -40,7 +40,7 @@ PROSE = FOLDER / "held-out.txt"
 # catching up start closer to the dense model and end further from it.) The short form does the first three of the
 # thirty blocks, and does not learn.
 REST = ("re:layers\\.([3-9]|[12][0-9])\\.",)
-FULL = Recipe(group_size=64, method="sparsegpt", num_samples=16, recover=300)
+FULL = Recipe(group_size=64, method="sparsegpt", num_samples=16, recover=300, catch_up=0.0)
 RECIPE = replace(FULL, num_samples=4, recover=0, ignore=REST) if SHORT else FULL
 WINDOWS = 4 if SHORT else 32
 QUESTIONS = ["What is a river?"] if SHORT else ["What is a river?", "Why is the sky blue?", "Name three animals."]

@@ -6,15 +6,11 @@ of the activations' dtype, S = sum |x| |w|, and every error is a share of S.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from spearfish import reference, sparse24
 from spearfish.scheme import QuantScheme, QuantWeight

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+
+from spearfish.compress import Recipe
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def accuracy_page(repository: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def result(method: str, perplexity: float, gap: float, **recipe: Any) -> dict[str, Any]:
     return {
-        "recipe": {"method": method, "group_size": 128, "recover": 0, **recipe},
+        "recipe": {"method": method, "bits": 4, "group_size": 128, "recover": 0, **recipe},
         "calibration": {"source": "articles", "tokens": 4096},
         "quality": {"perplexity": perplexity, "kl": None},
         "gap": gap,
@@ -68,3 +73,25 @@ def test_a_gap_is_compared_with_the_baseline_on_the_same_text(accuracy_page: Any
         ("`joint`", "articles, 4096 tokens"): "0.20",
         ("`joint`", "articles, 16384 tokens"): "0.30",
     }
+
+
+def test_a_result_is_not_replaced_by_another_measurement(
+    repository: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    import accuracy
+
+    recipe, tokens = Recipe(method="joint", catch_up=1.0), torch.zeros(96, 512)
+    path = tmp_path / f"{accuracy.name_of('tiny', recipe, '0')}.json"
+    assert path.name == "tiny-joint-w4-g128-s0-catchup1.json"
+    accuracy.refuse_another(path, recipe, tokens, "cpu")  # nothing is there
+    facts = {"recipe": recipe.to_dict(), "quality": {"windows": 96, "length": 512}, "device": "cpu"}
+    path.write_text(json.dumps(facts))
+    accuracy.refuse_another(path, recipe, tokens, "cpu")
+    for other in (
+        (replace(recipe, recover_text="self"), tokens, "cpu"),
+        (recipe, tokens[:24], "cpu"),
+        (recipe, tokens, "cuda"),
+    ):
+        with pytest.raises(SystemExit, match="holds another measurement"):
+            accuracy.refuse_another(path, *other)

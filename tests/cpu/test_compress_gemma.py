@@ -44,7 +44,8 @@ def gemma() -> Any:
 
 
 def write_gguf(model: Any, file: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     writer = gguf.GGUFWriter(file, "gemma3")
     writer.add_context_length(256)
     writer.add_embedding_length(WIDTH)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,21 @@ def test_refusals_come_before_any_work(place: Path, done: Report) -> None:
     refuse("recovery trains codes and scales", bits=16, recover=5.0)
     with pytest.raises(SpearfishError, match="no key 'group_sise', did you mean 'group_size'"):
         Recipe.from_dict({"group_sise": 64})
+
+
+def test_the_demo_knows_what_it_has_finished(place: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "examples"))
+    import demo
+
+    text = str(place / "text.txt")
+    small = replace(
+        demo.FULL, num_samples=2, seq_len=32, recover=0, recover_steps=1, calibration=text, recover_text=text
+    )
+    monkeypatch.setattr(demo, "RECIPE", small)
+    monkeypatch.setattr(demo, "OUT", place / "demo")
+    assert not demo.finished()
+    compress(place / "dense", demo.OUT, small, fast=False)
+    assert demo.finished()
 
 
 def test_a_folder_that_must_not_be_replaced_is_refused_before_any_work(place: Path, tmp_path: Path) -> None:

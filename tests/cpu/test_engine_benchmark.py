@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from spearfish.kernels.choose import all_variants
+from spearfish.kernels.jit import ARCHITECTURES
+
 MADE_UP = {"fp16": 8.0, "int4": 4.0, "sparse24-int4": 2.5}
 
 
@@ -26,6 +29,11 @@ def engine_page(engine: ModuleType) -> ModuleType:
     import engine_page
 
     return engine_page
+
+
+def test_our_kernels_are_known_by_their_entries(engine: ModuleType, engine_page: ModuleType) -> None:
+    entries = {variant.entry for arch in ARCHITECTURES for variant in all_variants(arch)}
+    assert entries == set(engine_page.OUR_KERNELS) and all(map(engine.is_ours, entries))
 
 
 def head(**changes: Any) -> dict[str, Any]:

@@ -173,7 +173,8 @@ def test_memory_and_time_follow_the_file(tmp_path: Path, kind: str) -> None:
     size = size_of(folder)
     bounds = {"empty bitmask": {"open": 100, "convert": 400}, "marlin_24": {"convert": 100}}
     for what, multiple in bounds.get(kind, {"open": 100}).items():
-        _, grown, seconds = measure(folder, what)
+        outcome, grown, seconds = measure(folder, what)
+        assert outcome == "accepted"
         assert grown < multiple * size + (64 << 20), f"{what}: {grown / size:.0f} times the file's {size} bytes"
         assert seconds < 10 + 10 * size / 2**20
 
