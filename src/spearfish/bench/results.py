@@ -123,12 +123,19 @@ class Results:
 
 
 _BREAK = re.compile(r",\n\s*")
+_SHORT_LINE = 150
 
 
 def compact_json(content: dict[str, Any]) -> str:
-    """Indented, but what lists hold on one line: they are times and curves, longer than all the rest."""
+    """Indented, but on one line what lists hold, times and curves, and what is short."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    return re.sub(r"\[\n\s*([^][{}]+?)\n\s*\]", lambda found: f"[{_BREAK.sub(', ', found[1])}]", text)
+    text = re.sub(r"\[\n\s*([^][{}]+?)\n\s*\]", lambda found: f"[{_BREAK.sub(', ', found[1])}]", text)
+
+    def short(found: re.Match[str]) -> str:
+        line = "{" + _BREAK.sub(", ", found[1]) + "}"
+        return line if len(line) <= _SHORT_LINE else found[0]
+
+    return re.sub(r"(?<=\s)\{\n\s*([^{}]+?)\n\s*\}", short, text)
 
 
 def write_whole(path: Path, text: str) -> None:
