@@ -73,6 +73,12 @@ def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     }
 
 
+def words(count: int) -> list[str]:
+    """Words of the prose in an order of their own, always the same."""
+    known = PROSE.split()
+    return [known[i] for i in torch.randint(0, 40, (count,), generator=torch.Generator().manual_seed(0))]
+
+
 def save_tokenizer(folder: Path, chat: bool = False) -> None:
     """A byte-level tokenizer of at most 512 words, trained on one paragraph."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

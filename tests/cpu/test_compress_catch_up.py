@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("catch_up")
     tiny.llama(initializer_range=0.05, num_hidden_layers=3).save_pretrained(place / "dense")
     tiny.save_tokenizer(place / "dense")
-    words = [tiny.PROSE.split()[i] for i in torch.randint(0, 40, (4000,), generator=torch.Generator().manual_seed(0))]
+    words = tiny.words(4000)
     (place / "text.txt").write_text(" ".join(words))
     (place / "other.txt").write_text(" ".join(words[::-1]))
     return place

@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.llama(bias=True, num_hidden_layers=3, tie_word_embeddings=True)
     model.save_pretrained(place / "dense")
     tiny.save_tokenizer(place / "dense")
-    words = [tiny.PROSE.split()[i] for i in torch.randint(0, 40, (1500,), generator=torch.Generator().manual_seed(0))]
+    words = tiny.words(1500)
     (place / "text.txt").write_text(" ".join(words) + "\n")
     return place
 

@@ -130,7 +130,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.llama(initializer_range=0.05)
     model.save_pretrained(place / "dense")
     tiny.save_tokenizer(place / "dense")
-    words = [tiny.PROSE.split()[i] for i in torch.randint(0, 40, (3000,), generator=torch.Generator().manual_seed(0))]
+    words = tiny.words(3000)
     (place / "text.txt").write_text(" ".join(words))
     return place
 
