@@ -161,6 +161,9 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path, engine: ModuleType)
     assert engine.missing(one, engine.entry_of(one, content)) == ([16], [], [], [])
     other = task(engine, tmp_path, commit="def")
     assert engine.missing(other, engine.entry_of(other, content)) == ([1, 16], list(one.prefills), [1], [])
+    content["runs"][0]["commit"] = "abc+"
+    edited = task(engine, tmp_path, commit="abc+")
+    assert engine.missing(edited, engine.entry_of(edited, content))[0] == [1, 16]
     new = task(engine, tmp_path, weights="sparse24-fp16")
     assert engine.missing(new, engine.entry_of(new, content))[0] == [1, 16]
 
