@@ -253,7 +253,7 @@ def write_results(path: Path, content: dict[str, Any]) -> None:
 
 def entry_of(task: Task, content: dict[str, Any]) -> dict[str, Any]:
     """What is already known of the task's weights, if it was measured with the same sources on the same machine by the
-    same versions and settings; otherwise a new entry. Sources that are no commit ("+", unknown) are the same as none."""
+    same versions and settings; otherwise a new entry. Sources that are no commit ("+", unknown) equal no others."""
     found = content["weights"].get(task.weights)
     if found is not None:
         head = next(head for head in content["runs"] if head["id"] == found["run"])
