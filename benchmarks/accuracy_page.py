@@ -91,7 +91,8 @@ def table(results: list[dict[str, Any]]) -> str:
         gap_of_r = _mean(base.get(text) or next(iter(base.values()))) if base else None
         distances = [run["quality"]["kl"] for run in runs if run["quality"]["kl"] is not None]
         cpu = runs[0]["device"] == "cpu"
-        took = f"{_mean(run['cpu_seconds' if cpu else 'seconds'] for run in runs):.0f}"
+        timed = [run for run in runs if run["device"] == runs[0]["device"]]
+        took = f"{_mean(run['cpu_seconds' if cpu else 'seconds'] for run in timed):.0f}"
         rows.append(
             (
                 words,
