@@ -9,7 +9,7 @@ from typing import Any
 
 from spearfish.bench.report import by_tokens, geometric_mean, number, ratio, rows, table
 from spearfish.bench.results import load_all
-from spearfish.compress import METHODS
+from spearfish.compress import METHODS, Recipe
 from spearfish.scheme import QuantScheme
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -62,6 +62,9 @@ def engine(folder: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+DEFAULTS = {name: value for name, value in Recipe().to_dict().items() if name != "seed"}
+
+
 def accuracy(folder: Path) -> str:
     """Per model and way of making it: perplexity beside the dense model's, and the size of the whole file. Seeds are
     averaged; of several settings of one way the best is shown."""
@@ -72,7 +75,8 @@ def accuracy(folder: Path) -> str:
             continue
         # Windows and text must agree before two numbers may stand side by side.
         measure = tuple(facts["quality"][name] for name in ("windows", "length", "sha256"))
-        recipe = {name: value for name, value in facts["recipe"].items() if name != "seed"}
+        # With what has become an option since, or seeds of older and newer files would not meet.
+        recipe = DEFAULTS | {name: value for name, value in facts["recipe"].items() if name != "seed"}
         key = (facts["model"], measure, way(recipe), json.dumps(recipe, sort_keys=True))
         seeds.setdefault(key, []).append(facts)
     best: dict[tuple[Any, ...], tuple[float, tuple[str, ...]]] = {}
